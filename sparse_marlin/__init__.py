@@ -1,0 +1,7 @@
+"""LLM inference with 2:4-sparse and dense INT4/INT8 weights."""
+
+from .linear import CompressedLinear
+from .scheme import Scheme
+
+__all__ = ["CompressedLinear", "Scheme"]
+__version__ = "0.1.0"
