@@ -92,6 +92,9 @@ class PackedWeight:
             raise ValueError(f"codes must be uint8 [N, K], got {codes.dtype} {list(codes.shape)}")
         if reason := scheme.why_not(*codes.shape):
             raise ValueError(reason)
+        for name, t in (("scales", scales), ("mask", mask), ("zero_point", zero_point), ("g_idx", g_idx)):
+            if t is not None and t.device != codes.device:
+                raise ValueError(f"{name} is on {t.device}, codes on {codes.device}")
         if scheme.num_bits < 8 and codes.numel() and int(codes.max()) > scheme.max_code:
             raise ValueError(f"codes must be at most {scheme.max_code} for {scheme.num_bits} bits, got {int(codes.max())}")
         if (mask is not None) != (scheme.sparsity is not None):
@@ -162,17 +165,19 @@ class PackedWeight:
             ValueError: if the parts would be unequal or, along K, a border would fall inside a group; the text names
                 the counts that are possible. Act-order weights have no column shards.
         """
+        if dim not in (0, 1):
+            raise ValueError(f"dim must be 0 (output channels) or 1 (input columns), got {dim!r}")
         size = self.out_features if dim == 0 else self.in_features
         unit = 1 if dim == 0 else self._column_unit()
         if unit is None:
             raise ValueError("a weight with g_idx cannot be split along in_features: its groups are not runs of columns")
-        if count < 1 or size % (unit * count) or not 0 <= index < count:
-            legal = [c for c in range(1, 65) if size % (unit * c) == 0]
+        legal = [1] + [c for c in range(2, 65) if size % (unit * c) == 0]
+        if (count != 1 and (count < 1 or size % (unit * count))) or not 0 <= index < count:
             raise ValueError(f"cannot take part {index} of {count} along dim {dim} of size {size}: possible counts {legal}")
         new = {}
         for name, t in self.tensors().items():
             whole = name == "g_idx" or t.shape[dim] == 1  # one scale per channel belongs to every column shard
-            new[name] = t if whole else t.chunk(count, dim)[index].clone()
+            new[name] = (t if whole else t.chunk(count, dim)[index]).clone()
         return PackedWeight.from_tensors(new, self.scheme, self.in_features // (count if dim == 1 else 1))
 
     def _column_unit(self) -> int | None:

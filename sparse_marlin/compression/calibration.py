@@ -147,7 +147,6 @@ def sample_tokens(model: nn.Module, count: int, length: int, seed: int, progress
                 attention_mask=torch.ones_like(tokens),
                 generation_config=settings,
                 stopping_criteria=[tick],
-                use_model_defaults=False,
             )
             windows.append(tokens.cpu())
     bar.close()
