@@ -24,7 +24,7 @@ A row that does not fill its last byte is padded with zero bits.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 
 import torch
@@ -119,7 +119,8 @@ class PackedWeight:
         return {n: t for n in TENSOR_NAMES if (t := getattr(self, n)) is not None}
 
     def to(self, device: torch.device | str) -> PackedWeight:
-        return replace(self, **{n: t.to(device) for n, t in self.tensors().items()})
+        moved = {n: t.to(device) for n, t in self.tensors().items()}
+        return PackedWeight.from_tensors(moved, self.scheme, self.in_features)
 
     def unpack(self) -> tuple[Tensor, Tensor | None]:
         """The integers [N, K] uint8 (the zero code where pruned) and, for 2:4, the mask [N, K] of kept weights."""
@@ -170,11 +171,9 @@ class PackedWeight:
             raise ValueError(f"cannot take part {index} of {count} along dim {dim} of size {size}: possible counts {legal}")
         new = {}
         for name, t in self.tensors().items():
-            if dim == 0 and name != "g_idx":
-                new[name] = t.chunk(count, 0)[index].clone()
-            elif dim == 1 and t.shape[1] > 1:
-                new[name] = t.chunk(count, 1)[index].clone()
-        return replace(self, in_features=self.in_features // (count if dim == 1 else 1), **new)
+            whole = name == "g_idx" or t.shape[dim] == 1  # one scale per channel belongs to every column shard
+            new[name] = t if whole else t.chunk(count, dim)[index].clone()
+        return PackedWeight.from_tensors(new, self.scheme, self.in_features // (count if dim == 1 else 1))
 
     def _column_unit(self) -> int | None:
         """Smallest number of columns that a shard may have."""
