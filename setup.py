@@ -81,7 +81,7 @@ class BuildPackage(build_py):
 
 class BuildExtension(build_ext):
     def get_ext_filename(self, fullname: str) -> str:
-        return "sparse_marlin/_C.so"  # independent of Python's ABI, so without its tag
+        return str(Path(*fullname.split(".")).with_suffix(".so"))  # without the tag of Python's ABI, which it does not use
 
     def build_extension(self, ext: Any) -> None:
         try:

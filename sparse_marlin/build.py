@@ -36,6 +36,7 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parent
 DEFAULT_ARCHS = ("80", "86", "89", "90a", "120")
+DEFAULT_NVCC = Path("/usr/local/cuda/bin/nvcc")
 MIN_ARCH = 80  # cp.async, mma.sp and bfloat16 came with it
 MIN_NVCC = (12, 6)  # the oldest CUDA for which torch 2.10 is built
 MIN_GCC = (11, 0)  # C++20
@@ -71,7 +72,7 @@ class Toolchain:
     torch_version: str
 
     def identity(self) -> str:
-        """What a change of calls for a new binary."""
+        """The versions that a binary depends on."""
         cuda = ".".join(map(str, self.nvcc.version))
         torch = ".".join(self.torch_version.split(".")[:2])
         return f"cuda {cuda}, torch {torch}, {_first_line([self.cxx, '--version'])}"
@@ -120,8 +121,8 @@ def _nvcc_candidates() -> Iterator[Path]:
     if (spec := importlib.util.find_spec("nvidia")) is not None:
         for place in spec.submodule_search_locations or ():
             yield from sorted(Path(place).glob("cu*/bin/nvcc"), reverse=True)
-    if (default := Path("/usr/local/cuda/bin/nvcc")).exists():
-        yield default
+    if DEFAULT_NVCC.exists():
+        yield DEFAULT_NVCC
 
 
 def _check_nvcc(path: Path) -> Nvcc:
@@ -138,6 +139,7 @@ def _check_nvcc(path: Path) -> Nvcc:
         raise BuildError(
             f"{path} is CUDA {_dotted(version)}, at least {_dotted(MIN_NVCC)} is needed: set CUDA_HOME to one"
         )
+    # That torch was built with another CUDA does not matter, since ours is linked statically; the driver does.
     driver = driver_cuda_version()
     if driver is not None and driver[0] < version[0]:
         raise BuildError(
@@ -173,8 +175,8 @@ def find_cxx() -> str:
     # clang says that it is GCC 4.2; nvcc itself refuses the releases of clang that it cannot use.
     if "__clang__" not in macros and (version is None or version < MIN_GCC):
         raise BuildError(
-            f"{cxx} is version {_dotted(version) if version else 'unknown'}, but C++20 needs g++ {MIN_GCC[0]} or newer: "
-            "install one and set CXX=g++-12, say"
+            f"{cxx} is version {_dotted(version) if version else 'unknown'}, but C++20 needs g++ {MIN_GCC[0]} or newer"
+            ": install one, and set CXX to it"
         )
     return cxx
 
