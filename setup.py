@@ -81,7 +81,8 @@ class BuildPackage(build_py):
 
 class BuildExtension(build_ext):
     def get_ext_filename(self, fullname: str) -> str:
-        return str(Path(*fullname.split(".")).with_suffix(".so"))  # without the tag of Python's ABI, which it does not use
+        # Without the tag of Python's ABI, which the extension does not use.
+        return str(Path(*fullname.split(".")).with_suffix(".so"))
 
     def build_extension(self, ext: Any) -> None:
         try:
