@@ -91,8 +91,8 @@ def _fingerprint(command: Sequence[str], dependencies: Path) -> str:
 
 
 def _link(driver: Path, build: str, runtime: dict[str, Path]) -> Path:
-    # The race build's runtime is our own races.cpp, so it links without -fsanitize=thread.
-    objects = [driver, *(path for name, path in runtime.items() if name != "races" or build == "race")]
+    # The race build's runtime is our own plain_accesses.cpp, so it links without -fsanitize=thread.
+    objects = [driver, *(path for name, path in runtime.items() if name != "plain_accesses" or build == "race")]
     output = driver.with_suffix("")
     if output.exists() and all(path.stat().st_mtime <= output.stat().st_mtime for path in objects):
         return output
