@@ -27,7 +27,7 @@ namespace {
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
-constexpr int ALIGNMENT = 16;     // bytes, of every tensor that a kernel reads
+constexpr int ALIGNMENT = 16;       // bytes, of every tensor that a kernel reads
 constexpr int STRIDE_MULTIPLE = 8;  // elements, of the rows of x
 
 int64_t round_up(int64_t value, int64_t multiple) { return (value + multiple - 1) / multiple * multiple; }
@@ -142,7 +142,8 @@ Rows rows_of(const Tensor& x, const int32_t* perm, int64_t m, int64_t k, cudaStr
   if (readable && perm == nullptr) return {rows, rows.data_ptr(), stride};
   const int64_t sizes[2] = {m, round_up(k, STRIDE_MULTIPLE)};
   Tensor out = empty_like_rows(x, sizes, 2);
-  const std::string error = gather_columns(rows.data_ptr(), stride, perm, out.data_ptr(), sizes[1], int(m), int(k), stream);
+  const std::string error =
+      gather_columns(rows.data_ptr(), stride, perm, out.data_ptr(), sizes[1], int(m), int(k), stream);
   STD_TORCH_CHECK(error.empty(), "sparse_marlin: ", error);
   return {out, out.data_ptr(), sizes[1]};
 }
@@ -206,7 +207,48 @@ Tensor gemm_cuda(const Tensor& x, const Tensor& weights, const std::optional<Ten
   return y;
 }
 
+// A line for each config: its name, the numbers that sparse_marlin/dispatch.py asks for, and why it is not there for
+// this scheme, if it is not.
+std::string kernels(int64_t num_bits, int64_t group_size, bool sparse, bool zero_points, bool bfloat16) {
+  const Scheme scheme{bfloat16 ? Float16::BFLOAT16 : Float16::HALF, int(num_bits), int(group_size), sparse,
+                      zero_points};
+  std::string lines;
+  for (const Config& config : configs()) {
+    BlockShape shape;
+    const std::string refusal = block_shape(scheme, config.name, &shape);
+    lines += config.name;
+    for (int number : {config.min_capability, config.max_capability, config.token_tile, config.row_tile, shape.k_tile,
+                       shape.shared_bytes, shape.blocks_per_sm}) {
+      lines += ' ' + std::to_string(number);
+    }
+    lines += ' ' + refusal + '\n';
+  }
+  return lines;
+}
+
+// Compute capability, multiprocessors, shared memory of a block and of a multiprocessor, clock and memory clock in kHz,
+// bits of the memory bus. torch does not give all of these, and the CUDA runtime's property struct no longer has the
+// clocks.
+std::vector<int64_t> device_attributes(int64_t device) {
+  const auto get = [&](cudaDeviceAttr attribute) {
+    int value = 0;
+    check_cuda(cudaDeviceGetAttribute(&value, attribute, int(device)), "asking for a device's attributes");
+    return int64_t(value);
+  };
+  return {get(cudaDevAttrComputeCapabilityMajor) * 10 + get(cudaDevAttrComputeCapabilityMinor),
+          get(cudaDevAttrMultiProcessorCount),
+          get(cudaDevAttrMaxSharedMemoryPerBlockOptin),
+          get(cudaDevAttrMaxSharedMemoryPerMultiprocessor),
+          get(cudaDevAttrClockRate),
+          get(cudaDevAttrMemoryClockRate),
+          get(cudaDevAttrGlobalMemoryBusWidth)};
+}
+
 }  // namespace
 }  // namespace sparse_marlin
 
 STABLE_TORCH_LIBRARY_IMPL(sparse_marlin, CUDA, m) { m.impl("gemm", TORCH_BOX(&sparse_marlin::gemm_cuda)); }
+STABLE_TORCH_LIBRARY_IMPL(sparse_marlin, CompositeExplicitAutograd, m) {
+  m.impl("kernels", TORCH_BOX(&sparse_marlin::kernels));
+  m.impl("device_attributes", TORCH_BOX(&sparse_marlin::device_attributes));
+}
