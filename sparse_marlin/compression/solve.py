@@ -28,7 +28,8 @@ UNCALIBRATED = ("magnitude+rtn", "magnitude", "rtn")
 
 _BLOCK = 128  # columns updated eagerly; the rest of the matrix follows once per block
 _PAIRS = ((0, 1), (0, 2), (0, 3), (1, 2), (1, 3), (2, 3))
-_CLIPS = tuple(1.0 - 0.02 * i for i in range(26))  # fractions of the largest weight that a scale may cover
+# Fractions of the largest weight that half the range may cover. The range is uneven (-8..7): above 1 nothing clips.
+_CLIPS = tuple(1.08 - 0.02 * i for i in range(30))
 
 
 @dataclass(frozen=True)
