@@ -174,3 +174,4 @@ def _write_file(file: Path, tensors: Mapping[str, Tensor], names: Sequence[str])
         owners.add(t.untyped_storage().data_ptr())
         shard[name] = t
     save_file(shard, file, metadata={"format": "pt"})
+    file.chmod(file.parent.stat().st_mode & 0o666)  # safetensors makes the file its owner's alone

@@ -20,8 +20,8 @@ other tensors are stored as they were, tied ones once.
 from __future__ import annotations
 
 import json
+import secrets
 import shutil
-import tempfile
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -100,9 +100,9 @@ def save(model: nn.Module, path: str | Path, *, tokenizer: Any = None, overwrite
     dtype = _compute_dtype(layers)
     tensors, tied = _tensors(model, layers)
 
-    scratch = Path(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=".part", dir=path.parent))
+    scratch = path.absolute().with_name(f".{path.name}.{secrets.token_hex(4)}.part")
+    scratch.mkdir()
     try:
-        scratch.chmod(0o755)  # mkdtemp's 0700 would make the checkpoint its owner's alone
         write_json(scratch / CONFIG_NAME, _config(model, layers, dtype, tied))
         if getattr(model, "generation_config", None) is not None:
             model.generation_config.to_json_file(scratch / GENERATION_CONFIG_NAME)  # type: ignore[operator, union-attr]
@@ -115,13 +115,11 @@ def save(model: nn.Module, path: str | Path, *, tokenizer: Any = None, overwrite
                 f"this checkpoint would load as {type(skeleton).__name__}, not as {type(model).__name__}: "
                 "only what AutoModelForCausalLM builds for the model's config can be saved"
             )
+        old = scratch.with_suffix(".old")
         if path.exists():
-            old = Path(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=".old", dir=path.parent))
-            path.rename(old / path.name)
-            scratch.rename(path)
-            shutil.rmtree(old)
-        else:
-            scratch.rename(path)
+            path.rename(old)
+        scratch.rename(path)
+        shutil.rmtree(old, ignore_errors=True)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
 
