@@ -24,7 +24,8 @@ from .compression.solve import METHODS_24, METHODS_DENSE, check_method
 from .evaluate import evaluate
 from .scheme import GROUP_SIZES, NUM_BITS, Sparsity
 
-_out = Console()
+# A table that goes into a file or a pipe need not fit the 80 columns that are assumed there.
+_out = Console(width=None if sys.stdout.isatty() else 140)
 _err = Console(stderr=True, highlight=False)
 
 _MODEL_HELP = f"local directory, .gguf file, {samples.MODEL!r} ({samples.MODEL_TITLE}), or a name on the hub"
@@ -51,9 +52,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             traceback.print_exc()
         else:
             # A message that was written for users stands alone; any other needs its type to make sense.
-            kind = "" if isinstance(e, (ValueError, OSError, ImportError)) and str(e) else f"{type(e).__name__}: "
-            _err.print(f"[red]error:[/red] {escape(kind + str(e))}", soft_wrap=True)
-            _err.print("[dim](--debug shows where it happened)[/dim]")
+            ours = isinstance(e, (ValueError, OSError, ImportError, RuntimeError)) and str(e)
+            text = str(e) if ours else f"{type(e).__name__}: {e} (--debug shows where it happened)"
+            _err.print(f"[red]error:[/red] {escape(text)}", soft_wrap=True)
         return 1
     return 0
 
@@ -217,7 +218,8 @@ def _inspect(args: argparse.Namespace) -> None:
         groups.setdefault((shown, shape, str(layer.scheme)), []).append((weights, nbytes))
     table = Table(title=f"{type(checkpoint.model).__name__} in {args.path}")
     for title in ("layers", "out × in", "scheme", "count", "MB", "bits/weight"):
-        table.add_column(title, justify="left" if title in ("layers", "scheme") else "right")
+        left = title in ("layers", "scheme")
+        table.add_column(title, justify="left" if left else "right", overflow="fold")
     for key, sizes in groups.items():
         weights, nbytes = (sum(column) for column in zip(*sizes, strict=True))
         table.add_row(*key, str(len(sizes)), f"{nbytes / 1e6:.2f}", f"{8 * nbytes / weights:.3f}")

@@ -83,7 +83,7 @@ def evaluate(
     nll, reference_nll, kl, agreed = 0.0, 0.0, 0.0, 0
     try:
         with tqdm(total=count, desc="evaluating", unit="window", disable=not progress) as bar:
-            for batch in windows.split(batch_size):
+            for batch in torch.split(windows, batch_size):
                 logits = [m(input_ids=batch.to(_device(m)), use_cache=False).logits[:, :-1] for m in models]
                 for target, log_p, *log_q in _log_probabilities(batch[:, 1:], logits):
                     nll -= _sum(log_p.gather(1, target))

@@ -38,10 +38,11 @@ class Source:
         """The model in evaluation mode, in the dtype that it is stored in."""
         if is_checkpoint(self.location):
             return load(self.location, device=device)
-        model: nn.Module = AutoModelForCausalLM.from_pretrained(self.location, dtype="auto", **self._options)
+        model: Any = AutoModelForCausalLM.from_pretrained(self.location, dtype="auto", **self._options)
         if self.gguf_file:
             del model.config.quantization_config  # says how the file was quantized; the weights in memory are plain
-        return model.to(device or "cpu").eval()
+        result: nn.Module = model.to(device or "cpu").eval()
+        return result
 
     def weight_bytes(self) -> int:
         """Bytes of the model's weights in memory, without reading them."""

@@ -138,9 +138,10 @@ def _open(file: Path) -> Iterator[Any]:
 
 
 def write_tensors(directory: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Writes ``model.safetensors``, or shards of at most :data:`MAX_SHARD_BYTES` (more for a larger tensor) and an index.
+    """Writes ``model.safetensors``, or shards with an index.
 
-    Tensors that share memory are written once each; one shard's copies exist at a time.
+    A shard has at most :data:`MAX_SHARD_BYTES`, or else a single tensor. Tensors that share memory are written once
+    each; one shard's copies exist at a time.
     """
     shards: list[list[str]] = [[]]
     room = MAX_SHARD_BYTES
