@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, decoders
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Split
 from torch import nn
@@ -51,6 +51,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
     characters = {chr(32 + i): i for i in range(VOCABULARY - 1)} | {"<unk>": VOCABULARY - 1}
     inner = Tokenizer(WordLevel(characters, unk_token="<unk>"))
     inner.pre_tokenizer = Split("", "isolated")
+    inner.decoder = decoders.Fuse()
     return PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="<unk>", pad_token="<unk>")
 
 
