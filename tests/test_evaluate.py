@@ -6,14 +6,14 @@ import math
 from typing import Any
 
 import pytest
-import tiny
+import saved
 import torch
 
 from sparse_marlin.evaluate import evaluate, perplexity
 
 
 def tokens(count: int, seed: int = 0) -> torch.Tensor:
-    return torch.randint(0, tiny.VOCABULARY, (count,), generator=torch.Generator().manual_seed(seed))
+    return torch.randint(0, saved.VOCABULARY, (count,), generator=torch.Generator().manual_seed(seed))
 
 
 def log_probabilities(model: Any, window: torch.Tensor) -> torch.Tensor:
@@ -23,7 +23,7 @@ def log_probabilities(model: Any, window: torch.Tensor) -> torch.Tensor:
 
 def test_agrees_with_the_definition() -> None:
     torch.manual_seed(0)
-    model, reference = tiny.llama(), tiny.llama()
+    model, reference = saved.llama(), saved.llama()
     text = tokens(100)
     losses, reference_losses, kl, same = [], [], [], []
     for i in (0, 32, 64):  # the last four tokens fill no window
@@ -44,34 +44,36 @@ def test_agrees_with_the_definition() -> None:
 
 
 def test_batches_and_long_windows_change_nothing() -> None:
-    model, text = tiny.llama(), tokens(600)
+    model, text = saved.llama(), tokens(600)
     one = evaluate(model, text, 200, progress=False)
     assert evaluate(model, text.tolist(), 200, progress=False) == one
-    assert evaluate(model, text, 200, batch_size=2, progress=False).perplexity == pytest.approx(one.perplexity, rel=1e-6)
+    assert evaluate(model, text, 200, batch_size=2, progress=False).perplexity == pytest.approx(
+        one.perplexity, rel=1e-6
+    )
     assert evaluate(model, text[:400], 200, progress=False) == evaluate(model, text, 200, max_windows=2, progress=False)
 
 
 def test_a_model_compared_with_itself() -> None:
-    model = tiny.llama(torch.bfloat16)
+    model = saved.llama(torch.bfloat16)
     got = evaluate(model, tokens(64), 32, reference=model, progress=False)
     assert (got.kl, got.agreement) == (0.0, 1.0)
     assert got.reference_perplexity == got.perplexity
 
 
 def test_a_model_that_knows_nothing() -> None:
-    model = tiny.llama()
+    model = saved.llama()
     model.lm_head.weight.data.zero_()
-    assert perplexity(model, tokens(64), 32, progress=False) == pytest.approx(tiny.VOCABULARY, rel=1e-6)
+    assert perplexity(model, tokens(64), 32, progress=False) == pytest.approx(saved.VOCABULARY, rel=1e-6)
 
 
 def test_a_broken_model_has_infinite_perplexity() -> None:
-    model = tiny.llama()
+    model = saved.llama()
     model.lm_head.weight.data.mul_(1e6)
     assert perplexity(model, tokens(64), 32, progress=False) == math.inf
 
 
 def test_training_mode_comes_back() -> None:
-    model = tiny.llama().train()
+    model = saved.llama().train()
     perplexity(model, tokens(64), 32, progress=False)
     assert model.training
 
@@ -80,7 +82,7 @@ def test_training_mode_comes_back() -> None:
     ("text", "options", "message"),
     [
         (tokens(31), {}, "too short: 31 tokens for a window of 32"),
-        (torch.tensor([3] * 31 + [tiny.VOCABULARY]), {}, r"0\.\.95, got 3\.\.96"),
+        (torch.tensor([3] * 31 + [saved.VOCABULARY]), {}, r"0\.\.95, got 3\.\.96"),
         (torch.tensor([3] * 31 + [-1]), {}, r"0\.\.95, got -1\.\.3"),
         (tokens(64).view(2, 32), {}, r"integers \[T\], got torch.int64 \[2, 32\]"),
         (tokens(64).float(), {}, r"integers \[T\], got torch.float32"),
@@ -91,9 +93,9 @@ def test_training_mode_comes_back() -> None:
 )
 def test_refusals(text: torch.Tensor, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        evaluate(tiny.llama(), text, **{"window": 32, **options}, progress=False)
+        evaluate(saved.llama(), text, **{"window": 32, **options}, progress=False)
 
 
 def test_vocabularies_must_agree() -> None:
     with pytest.raises(ValueError, match="the reference has 128 logits, the model 96"):
-        evaluate(tiny.llama(), tokens(64), 32, reference=tiny.llama(vocab_size=128), progress=False)
+        evaluate(saved.llama(), tokens(64), 32, reference=saved.llama(vocab_size=128), progress=False)
