@@ -28,7 +28,8 @@ class Source:
 
     @property
     def _options(self) -> dict[str, Any]:
-        return {"gguf_file": self.gguf_file} if self.gguf_file else {}
+        # Without an explicit no, transformers would ask on the terminal whether to run a model's own code.
+        return {"trust_remote_code": False, **({"gguf_file": self.gguf_file} if self.gguf_file else {})}
 
     def tokenizer(self) -> Any:
         """The model's tokenizer; its own code, if it has any, is never run."""
