@@ -11,6 +11,8 @@ import torch
 hypothesis.settings.register_profile("sparse_marlin", deadline=None, derandomize=True, max_examples=60)
 hypothesis.settings.load_profile("sparse_marlin")
 
+torch.set_num_threads(1)  # everything here is small: threads cost more than they bring
+
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(

@@ -144,6 +144,19 @@ def test_strided_inputs_pack_as_contiguous_ones(scheme: Scheme) -> None:
         assert_equal(other.packed(), e.packed())
 
 
+@pytest.mark.parametrize("scheme", [Scheme(4, 32), Scheme(8, 32), Scheme(4, 32, None), Scheme(8, 32, None)], ids=str)
+def test_one_row_of_any_strides(scheme: Scheme) -> None:
+    """A column turned into a row counts as contiguous whatever its strides say."""
+    e = example(1, 64, scheme)
+
+    def column(row: Tensor) -> Tensor:
+        return row.flatten().unsqueeze(1).T
+
+    turned = dataclasses.replace(e, codes=column(e.codes), mask=None if e.mask is None else column(e.mask))
+    assert turned.codes.stride() == (1, 1)
+    assert_equal(turned.packed(), e.packed())
+
+
 def test_packing_copies() -> None:
     e = example(4, 64, Scheme(8, 32, None))
     p = e.packed()

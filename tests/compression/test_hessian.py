@@ -41,7 +41,9 @@ def test_factor_inverts_the_damped_matrix() -> None:
     h = x.T @ x
     f = inverse_factor(h, 0.01)
     damped = h.double() + 0.01 * h.diagonal().double().mean() * torch.eye(24, dtype=torch.float64)
-    torch.testing.assert_close(f.upper.T.double() @ f.upper.double() @ damped, torch.eye(24).double(), atol=1e-3, rtol=0)
+    torch.testing.assert_close(
+        f.upper.T.double() @ f.upper.double() @ damped, torch.eye(24).double(), atol=1e-3, rtol=0
+    )
     assert torch.equal(f.upper, f.upper.triu())
     assert f.damping == 0.01
 

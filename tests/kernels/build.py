@@ -58,11 +58,11 @@ def build(drivers: Iterable[Path | str], builds: Sequence[str] = BUILDS) -> dict
         return {(s.stem, b): _link(future.result(), b, runtime) for (s, b), future in objects.items()}
 
 
-def run(executable: Path, *arguments: str | int, timeout: float = 120) -> subprocess.CompletedProcess[str]:
+def run(executable: Path, *arguments: str | int | Path, timeout: float = 120) -> subprocess.CompletedProcess[str]:
     """Run a driver; its output is text and is never mixed with that of the sanitizer's leak checker."""
     environment = {**os.environ, "ASAN_OPTIONS": "detect_leaks=0"}
     command = [str(executable), *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=environment)
+    return subprocess.run(command, check=False, capture_output=True, text=True, timeout=timeout, env=environment)
 
 
 def _driver_path(driver: Path | str) -> Path:
@@ -73,7 +73,8 @@ def _driver_path(driver: Path | str) -> Path:
 def _compile(source: Path, label: str, flags: Sequence[str]) -> Path:
     output = OUTPUT / f"{source.stem}.{label}.o"
     dependencies, stamp = output.with_suffix(".d"), output.with_suffix(".stamp")
-    command = [CXX, *COMMON_FLAGS, *flags, "-c", str(source), "-o", str(output), "-MMD", "-MF", str(dependencies)]
+    files = ["-x", "c++", "-c", str(source), "-o", str(output), "-MMD", "-MF", str(dependencies)]
+    command = [CXX, *COMMON_FLAGS, *flags, *files]
     if output.exists() and stamp.exists() and stamp.read_text() == _fingerprint(command, dependencies):
         return output
     _check_call(command)
@@ -102,7 +103,7 @@ def _link(driver: Path, build: str, runtime: dict[str, Path]) -> Path:
 
 
 def _check_call(command: Sequence[str]) -> None:
-    result = subprocess.run(command, capture_output=True, text=True)
+    result = subprocess.run(command, check=False, capture_output=True, text=True)
     if result.returncode:
         raise BuildError(f"{shlex.join(command)}\n{result.stdout}{result.stderr}")
 
