@@ -152,7 +152,7 @@ class CompressedLinear(nn.Module):
         device = x.device.type
         if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
             x = x.to(torch.get_autocast_dtype(device))
-        elif x.dtype != self._parameters["scales"].dtype:
+        elif x.dtype != self.scales.dtype:
             raise ValueError(
                 f"x is {x.dtype}, but this layer computes in {self.scales.dtype}: "
                 "cast x, call .to(dtype) on the model, or use torch.autocast"
