@@ -187,7 +187,7 @@ def _config(model: nn.Module, layers: Mapping[str, CompressedLinear], dtype: tor
             for scheme, names in sorted(groups.items(), key=lambda item: -len(item[1]))
         ],
     }
-    return config
+    return dict(sorted(config.items()))  # as transformers has it
 
 
 # ------------------------------------------------------------------------------------------------------------ loading
