@@ -214,7 +214,7 @@ def test_reported_errors_are_true() -> None:
     """Relative output error over the calibration inputs; those of block 1 come from the compressed block 0."""
     original = tiny.llama()
     model = copy.deepcopy(original)
-    report = quiet(model, calibration=tiny.tokens())
+    report = quiet(model, calibration=tiny.tokens(), method="two-pass")
     names = [line.name for line in report.compressed]
     # An input depends on the blocks before, compressed, and on its own block, still dense when it was calibrated.
     for index in range(2):
@@ -228,6 +228,30 @@ def test_reported_errors_are_true() -> None:
             true_error = float(wrong.norm() / (x.double() @ w.T).norm())
             assert layer(report, name).error_after == pytest.approx(true_error, rel=1e-3), name
             assert layer(report, name).rows == tiny.tokens().numel()
+
+
+def test_one_shot_reports_the_distance_to_the_original_model() -> None:
+    original = tiny.llama()
+    model = copy.deepcopy(original)
+    report = quiet(model, calibration=tiny.tokens())
+    names = [line.name for line in report.compressed]
+    before, after = inputs_of(original, names, tiny.tokens()), inputs_of(model, names, tiny.tokens())
+    for name in names:
+        wanted = before[name].double() @ original.get_submodule(name).weight.detach().double().T
+        got = after[name].double() @ model.get_submodule(name).dequantize().double().T
+        assert layer(report, name).error_after == pytest.approx(float((got - wanted).norm() / wanted.norm()), rel=1e-2)
+
+
+def test_one_shot_makes_up_for_the_layers_before() -> None:
+    original = tiny.llama()
+    errors = {}
+    for method in ("one-shot", "two-pass"):
+        model = copy.deepcopy(original)
+        quiet(model, calibration=tiny.tokens(), method=method)
+        with torch.inference_mode():
+            truth, seen = original(tiny.tokens()).logits, model(tiny.tokens()).logits
+        errors[method] = float((seen - truth).norm() / truth.norm())
+    assert errors["one-shot"] < 0.95 * errors["two-pass"]
 
 
 def test_padding_free_windows_of_any_shape() -> None:

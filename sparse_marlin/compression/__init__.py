@@ -13,7 +13,7 @@ from ..scheme import Scheme, Sparsity
 from .hessian import Hessian, NonFiniteError
 from .pipeline import compressed_layer, patch_model
 from .report import LayerReport, Report
-from .solve import check_method, default_method, solve
+from .solve import check_method, compress_weight, default_method
 
 __all__ = ["Hessian", "LayerReport", "NonFiniteError", "Report", "compress", "patch_model"]
 
@@ -42,7 +42,7 @@ def compress(
             of it, the largest smaller size that fits is taken, and logged.
         calibration: inputs [..., K], an iterable of them, or a :class:`Hessian` accumulated over them. Without,
             weights are pruned by magnitude and rounded to nearest with fitted scales, and a log message says so.
-        method: see :func:`patch_model`; ``auto`` takes ``two-pass`` or ``gptq`` with calibration.
+        method: see :func:`patch_model`; ``auto`` takes ``one-shot`` with calibration.
         dtype: precision of the scales, float16 or bfloat16; default: the layer's dtype, float16 for a float32 layer.
         damping: fraction of the Hessian's mean diagonal added to it.
 
@@ -82,7 +82,7 @@ def compress(
         if hessian.rows == 0:
             raise ValueError("the calibration set is empty")
     matrix = None if hessian is None else hessian.matrix.to(linear.weight.device)
-    solution = solve(linear.weight, matrix, fitted, method, damping)
+    solution = compress_weight(linear.weight, matrix, fitted, method, damping)
     assert solution.packed is not None
     return compressed_layer(solution.packed, linear)
 

@@ -37,10 +37,11 @@ def calibration_windows(
     Raises:
         ValueError: if nothing is there to calibrate on, a tokenizer is missing, or a token is not in the vocabulary.
     """
+    context = getattr(getattr(model, "config", None), "max_position_embeddings", None)
     if num_samples < 1 or sequence_length < 2:
         raise ValueError(f"num_samples must be >= 1 and sequence_length >= 2, got {num_samples} and {sequence_length}")
     if calibration is None:
-        return sample_tokens(model, num_samples, sequence_length, seed, progress)
+        return sample_tokens(model, num_samples, min(sequence_length, context or sequence_length), seed, progress)
     windows: list[Tensor] = []
     texts: list[str] = []
     for item in _items(calibration):
@@ -53,7 +54,8 @@ def calibration_windows(
         else:
             windows.append(_as_window(item))
     if texts:
-        windows += _windows_of_texts(texts, tokenizer, num_samples, sequence_length, seed)
+        length = min(sequence_length, context or sequence_length)
+        windows += _windows_of_texts(texts, tokenizer, num_samples, length, seed)
     if not windows:
         raise ValueError("the calibration set is empty: pass token tensors or texts, or None to sample from the model")
     vocabulary = vocabulary_size(model)
@@ -61,6 +63,11 @@ def calibration_windows(
     if low < 0 or (vocabulary is not None and high >= vocabulary):
         raise ValueError(
             f"calibration tokens must lie in 0..{(vocabulary or 0) - 1}, got {low}..{high}: is this the model's tokenizer?"
+        )
+    longest = max(w.shape[1] for w in windows)
+    if context is not None and longest > context:
+        raise ValueError(
+            f"calibration windows must have at most {context} tokens, as many as the model reads, got {longest}"
         )
     return windows
 
@@ -116,11 +123,11 @@ def sample_tokens(model: nn.Module, count: int, length: int, seed: int, progress
     if vocabulary is None:
         raise ValueError("cannot sample calibration tokens: the model names no input embedding; pass calibration=")
     if not hasattr(model, "generate"):
-        raise ValueError(f"cannot sample calibration tokens: {type(model).__name__} has no generate(); pass calibration=")
+        raise ValueError(
+            f"cannot sample calibration tokens: {type(model).__name__} has no generate(); pass calibration="
+        )
     device = next(model.parameters()).device
-    config = getattr(model, "config", None)
-    bos = getattr(config, "bos_token_id", None)
-    length = min(length, getattr(config, "max_position_embeddings", None) or length)
+    bos = getattr(getattr(model, "config", None), "bos_token_id", None)
     start = 1 + isinstance(bos, int)
     if length <= start:
         raise ValueError(f"sequence_length must be more than {start} to sample from the model, got {length}")

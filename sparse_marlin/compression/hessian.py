@@ -10,7 +10,7 @@ from torch import Tensor
 
 log = logging.getLogger("sparse_marlin")
 
-_ROWS = 8192  # rows multiplied at a time: bounds the float32 copy of half-precision inputs
+ROWS = 8192  # rows multiplied at a time: bounds the float32 copy of half-precision inputs
 _MAX_DAMPING = 1e3
 
 
@@ -38,7 +38,7 @@ class Hessian:
         x = x.detach().reshape(-1, k)
         if not torch.isfinite(x).all():
             raise NonFiniteError("calibration inputs hold NaN or infinite values")
-        for part in x.split(_ROWS):
+        for part in x.split(ROWS):
             part = part.to(self.matrix)
             self.matrix.addmm_(part.T, part)
         self.rows += x.shape[0]

@@ -11,13 +11,13 @@ import os
 import sys
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from tqdm import tqdm
@@ -26,20 +26,21 @@ from ..linear import CompressedLinear
 from ..packed import TENSOR_NAMES, PackedWeight
 from ..scheme import Scheme, Sparsity
 from .calibration import calibration_windows
-from .hessian import Hessian, NonFiniteError
+from .hessian import ROWS, Hessian, NonFiniteError
 from .report import LayerReport, Report
 from .solve import (
     PRUNE_ONLY,
     UNCALIBRATED,
     check_method,
+    compress_weight,
     default_method,
     output_error,
-    solve,
 )
 
 log = logging.getLogger("sparse_marlin")
 
 _FORMAT = 1  # of checkpoint_dir
+CORRECTION_RIDGE = 0.3  # in units of the Hessian's mean diagonal
 
 
 @dataclass(frozen=True)
@@ -87,8 +88,9 @@ def patch_model(
         calibration: token tensors [B, T], texts, or a dataset with ``input_ids`` or ``text``; None samples tokens from
             the model itself. See :func:`~sparse_marlin.compression.calibration.calibration_windows`.
         tokenizer: for texts.
-        method: ``auto``, or for 2:4 ``two-pass``, ``one-loop``, ``wanda+rtn``, ``magnitude+rtn``, for dense ``gptq``,
-            ``rtn``. For comparisons ``sparsegpt``, ``wanda`` and ``magnitude`` prune only, and leave an ``nn.Linear``.
+        method: ``auto``, ``one-shot``, or for 2:4 ``two-pass``, ``one-loop``, ``wanda+rtn``, ``magnitude+rtn``, for
+            dense ``gptq``, ``rtn`` (see :func:`~sparse_marlin.compression.solve.compress_weight`); ``one-shot``, which
+            ``auto`` means, also corrects each layer for the errors of the layers before it. For comparisons ``sparsegpt``, ``wanda`` and ``magnitude`` prune only, and leave an ``nn.Linear``.
         skip: names or shell patterns of Linears to leave out.
         only: names or shell patterns; if given, nothing else is compressed.
         dtype: precision of the scales, float16 or bfloat16; default: the layer's own dtype, float16 for float32 layers.
@@ -119,7 +121,7 @@ def patch_model(
     targets, skipped = _choose(model, prefix, _patterns(skip), _patterns(only), scheme, dtype)
     windows = calibration_windows(model, calibration, tokenizer, num_samples, sequence_length, seed, progress)
     if progress:
-        print(_memory_need(model, targets, windows), file=sys.stderr)
+        print(_memory_need(model, prefix, targets, windows), file=sys.stderr)
 
     settings = {
         "scheme": scheme.to_dict(),
@@ -137,25 +139,38 @@ def patch_model(
     finished: list[LayerReport] = []
     try:
         hidden, calls = _capture(model, blocks, windows, device)
+        correct = method == "one-shot"
+        original = list(hidden)  # what the uncompressed model would have there
         for index, block in enumerate(tqdm(blocks, desc="compressing blocks", unit="block", disable=not progress)):
             mine = [t for t in targets if t.name.startswith(f"{prefix}.{index}.")]
             with _moved(block, device) as where:
+                stages: list[list[Target]] = [mine]
+                inputs: Recorded | None = None
+                if correct:
+                    inputs, original = _record(model, block, mine, original, calls[index], where)
+                    stages = _stages(mine, inputs)
                 done = store.load(index) if store else None
                 if done is None:
-                    collected = _collect(model, block, mine, hidden, calls[index], where, on_nonfinite)
-                    done = _solve_block(model, mine, collected, method, damping)
+                    done = []
+                    for stage in stages:
+                        collected = _collect(model, block, stage, hidden, calls[index], inputs, where, on_nonfinite)
+                        results = _solve_stage(model, stage, collected, method, damping)
+                        for result in results:
+                            _install(model, result)
+                        done += results
                     if store:
                         store.save(index, done)
-                for result in done:
-                    _install(model, result)
-                    finished.append(result.report)
-                if index + 1 < len(blocks):
-                    for i, call in enumerate(calls[index]):
-                        hidden[i] = _run(block, hidden[i], call, where)
+                else:
+                    for result in done:
+                        _install(model, result)
+                finished += [result.report for result in done]
+                inputs = None  # the largest tensors here, and no longer needed
+                for i, call in enumerate(calls[index]):
+                    hidden[i] = _run(block, hidden[i], call, where)
             calls[index].clear()
     finally:
         model.train(was_training)
-    order = {name: i for i, (name, _) in enumerate(model.named_modules())}
+    order = {name: i for i, (name, _) in enumerate(model.named_modules(remove_duplicate=False))}
     return Report(sorted(finished + skipped, key=lambda layer: order[layer.name]), settings)
 
 
@@ -197,7 +212,7 @@ def _choose(
     """Targets in order, and a report line for every other module with a weight matrix; raises before any work."""
     holders = {
         name: module
-        for name, module in model.named_modules()
+        for name, module in model.named_modules(remove_duplicate=False)
         if any(p.dim() >= 2 for p in module.parameters(recurse=False))
     }
     for option, patterns in (("skip", skip), ("only", only)):
@@ -207,7 +222,7 @@ def _choose(
                 near = difflib.get_close_matches(p, sorted(tails), n=4, cutoff=0.4)
                 raise ValueError(f"{option}={p!r} matches no layer; near matches: {', '.join(near) or 'none'}")
     uses: dict[int, list[str]] = {}
-    for name, module in model.named_modules():
+    for name, module in model.named_modules(remove_duplicate=False):
         for _, p in module.named_parameters(recurse=False):
             uses.setdefault(id(p), []).append(name)
     head = getattr(model, "get_output_embeddings", lambda: None)()
@@ -260,7 +275,7 @@ def _scale_dtype(weight: torch.dtype) -> torch.dtype:
     return torch.bfloat16 if weight == torch.bfloat16 else torch.float16
 
 
-def _memory_need(model: nn.Module, targets: list[Target], windows: list[Tensor]) -> str:
+def _memory_need(model: nn.Module, prefix: str, targets: list[Target], windows: list[Tensor]) -> str:
     """What compression will hold at its peak, in words."""
     gb = 1 / 2**30
     weights = sum(p.numel() * p.element_size() for p in model.parameters())
@@ -268,11 +283,14 @@ def _memory_need(model: nn.Module, targets: list[Target], windows: list[Tensor])
     widest = max(m.in_features for m in linears)
     largest = max(m.in_features * m.out_features for m in linears)
     hidden = getattr(getattr(model, "config", None), "hidden_size", None) or widest
-    activations = sum(w.numel() for w in windows) * hidden * next(model.parameters()).element_size()
-    solver = 4 * (4 * widest * widest + 8 * largest)
+    tokens = sum(w.numel() for w in windows)
+    blocks = {t.name.split(".", prefix.count(".") + 2)[prefix.count(".") + 1] for t in targets}
+    per_block = sum(m.in_features for m in linears) // len(blocks)  # at most: Linears that share inputs count once
+    activations = tokens * (3 * hidden + per_block) * next(model.parameters()).element_size()
+    solver = 4 * (7 * widest * widest + 8 * largest)
     return (
         f"memory needed: {(weights + activations + solver) * gb:.2f} GB = model {weights * gb:.2f} + activations of "
-        f"{sum(w.numel() for w in windows)} tokens {activations * gb:.2f} + Hessians and solver {solver * gb:.2f}"
+        f"{tokens} tokens {activations * gb:.2f} + Hessians and solver {solver * gb:.2f}"
     )
 
 
@@ -326,6 +344,7 @@ def _capture(
 
         return forward
 
+    wrapped = [vars(block).get("forward") for block in blocks]  # accelerate, for one, puts its hooks there
     for index, block in enumerate(blocks):
         block.forward = stand_in(index, block)
     try:
@@ -337,8 +356,11 @@ def _capture(
                 continue
             raise ValueError(f"{type(model).__name__} did not call all of its {len(blocks)} blocks")
     finally:
-        for block in blocks:
-            del block.forward
+        for block, forward in zip(blocks, wrapped, strict=True):
+            if forward is None:
+                del block.forward
+            else:
+                block.forward = forward
     return hidden, calls
 
 
@@ -391,18 +413,138 @@ def _run(block: nn.Module, hidden: Tensor, call: Call, where: torch.device) -> T
 # ---------------------------------------------------------------------------------------------- one block
 
 
+class _Inputs:
+    """Notes the tensors that Linears are fed while a block runs, and which of them are the very same tensor."""
+
+    def __init__(self, model: nn.Module, targets: list[Target]) -> None:
+        # Tensors are held until the block has returned, so that one is never taken for another at the same address.
+        self.seen: list[tuple[Tensor, list[str]]] = []
+        self._hooks = [
+            model.get_submodule(t.name).register_forward_pre_hook(
+                lambda _module, args, kwargs, name=t.name: self._note(name, args[0] if args else kwargs["input"]),
+                with_kwargs=True,
+            )
+            for t in targets
+        ]
+
+    def _note(self, name: str, x: Tensor) -> None:
+        for tensor, names in self.seen:
+            if tensor is x:
+                names.append(name)
+                return
+        self.seen.append((x, [name]))
+
+    def take(self) -> list[tuple[Tensor, list[str]]]:
+        """What was fed since the last call: each tensor in order, with the Linears that it went to."""
+        taken, self.seen = self.seen, []
+        return taken
+
+    def close(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+
+Recorded = list[list[tuple[Tensor, list[str]]]]  # per batch
+
+
+def _record(
+    model: nn.Module,
+    block: nn.Module,
+    targets: list[Target],
+    hidden: list[Tensor],
+    calls: list[Call],
+    where: torch.device,
+) -> tuple[Recorded, list[Tensor]]:
+    """The inputs that the Linears of the still uncompressed block see in the original model, and the block's outputs."""
+    recorded: Recorded = []
+    outputs = []
+    with closing(_Inputs(model, targets)) as inputs:
+        for x, call in zip(hidden, calls, strict=True):
+            outputs.append(_run(block, x, call, where))
+            recorded.append(inputs.take())
+    return recorded, outputs
+
+
+def _stages(targets: list[Target], inputs: Recorded) -> list[list[Target]]:
+    """Targets in the order in which they are called, those that share an input (and their namesakes) together.
+
+    Later stages are calibrated on what the compressed earlier ones put out. All experts' matrices of one kind are one
+    stage, so that there are as many stages as a block is deep.
+    """
+    stages: list[set[str]] = []  # last parts of names
+    for batch in inputs:
+        for _, names in batch:
+            leaves = {name.rpartition(".")[2] for name in names}
+            together = [s for s in stages if s & leaves]
+            if together:
+                together[0].update(leaves, *together[1:])
+                stages = [s for s in stages if s not in together[1:]]
+            else:
+                stages.append(leaves)
+    leaf = {t.name: t.name.rpartition(".")[2] for t in targets}
+    known = set().union(*stages)
+    groups = [[t for t in targets if leaf[t.name] in stage] for stage in stages]
+    return groups + [[t for t in targets if leaf[t.name] not in known]]
+
+
+@dataclass
+class Moments:
+    """Second moments [K, K] of what a set of Linears was fed.
+
+    Attributes:
+        hessian: ``X^T X`` of the inputs X in the compressed model.
+        cross: ``Y^T X`` with the inputs Y that the original model has in the same places; None where the rows do not
+            correspond (an expert may get other tokens), or where the original is not followed.
+        original: ``Y^T Y``, None like ``cross``.
+    """
+
+    hessian: Hessian
+    cross: Tensor | None = None
+    original: Tensor | None = None
+
+    def pair(self, x: Tensor, y: Tensor) -> None:
+        """Adds rows x [..., K] and the original model's y [..., K] to cross and original."""
+        assert self.cross is not None
+        assert self.original is not None
+        for xs, ys in zip(x.flatten(0, -2).split(ROWS), y.flatten(0, -2).split(ROWS), strict=True):
+            ys = ys.to(self.cross)
+            self.cross.addmm_(ys.T, xs.to(self.cross))
+            self.original.addmm_(ys.T, ys)
+
+    def __add__(self, other: Moments) -> Moments:
+        hessian = self.hessian + other.hessian
+        if self.cross is None or other.cross is None or self.original is None or other.original is None:
+            return Moments(hessian)
+        return Moments(hessian, self.cross + other.cross, self.original + other.original)
+
+    def error(self, weight: Tensor, approximation: Tensor) -> float:
+        """Relative error of the output with ``approximation``: against the original model's, where it is followed."""
+        if self.cross is None or self.original is None:
+            return output_error(weight, approximation, self.hessian.matrix)
+        total = (weight @ self.original).mul_(weight).sum(dtype=torch.float64)
+        mixed = (weight @ self.cross).mul_(approximation).sum(dtype=torch.float64)
+        own = (approximation @ self.hessian.matrix).mul_(approximation).sum(dtype=torch.float64)
+        return float(((total - 2 * mixed + own).clamp_min(0) / total.clamp_min(1e-30)).sqrt())
+
+
 @dataclass(frozen=True)
 class Collected:
-    """Hessians of a block: one for each set of Linears that were fed the very same tensors."""
+    """Moments of a stage: one for each set of Linears that were fed the very same tensors."""
 
-    hessians: dict[tuple[str, ...], Hessian]
+    moments: dict[tuple[str, ...], Moments]
     broken: dict[str, str]  # layer -> what was wrong with its inputs
 
-    def of(self, name: str) -> tuple[tuple[tuple[str, ...], ...], Hessian | None]:
-        """The sets that a layer is in, which layers with equal Hessians share, and its Hessian (None: saw no input)."""
-        keys = tuple(k for k in self.hessians if name in k)
-        parts = [self.hessians[k] for k in keys]
-        return keys, sum(parts[1:], parts[0]) if parts else None
+    def keys(self, name: str) -> tuple[tuple[str, ...], ...]:
+        """The sets that a layer is in; layers in the same sets have the same moments."""
+        return tuple(k for k in self.moments if name in k)
+
+    def of(self, name: str) -> Moments | None:
+        """The moments of a layer's inputs; None if it saw none, or bad ones."""
+        parts = [self.moments[k] for k in self.keys(name)]
+        if not parts or name in self.broken:
+            return None
+        total = sum(parts[1:], parts[0])
+        return total if total.hessian.rows else None
 
 
 def _collect(
@@ -411,45 +553,65 @@ def _collect(
     targets: list[Target],
     hidden: list[Tensor],
     calls: list[Call],
+    originals: Recorded | None,
     where: torch.device,
     on_nonfinite: str,
 ) -> Collected:
     collected = Collected({}, {})
-    # Tensors are held until the block has returned, so that one is never taken for another at the same address.
-    seen: list[tuple[Tensor, list[str]]] = []
-
-    def note(name: str, x: Tensor) -> None:
-        for tensor, names in seen:
-            if tensor is x:
-                names.append(name)
-                return
-        seen.append((x, [name]))
-
-    hooks = [
-        model.get_submodule(t.name).register_forward_pre_hook(
-            lambda _module, args, kwargs, name=t.name: note(name, args[0] if args else kwargs["input"]),
-            with_kwargs=True,
-        )
-        for t in targets
-    ]
-    try:
-        for x, call in zip(hidden, calls, strict=True):
+    with closing(_Inputs(model, targets)) as inputs:
+        for i, (x, call) in enumerate(zip(hidden, calls, strict=True)):
             _run(block, x, call, where)
-            for tensor, names in seen:
-                key = tuple(names)
-                hessian = collected.hessians.setdefault(key, Hessian(tensor.shape[-1], where))
+            for tensor, names in inputs.take():
+                moments = collected.moments.get(tuple(names))
+                if moments is None:
+                    moments = Moments(Hessian(tensor.shape[-1], where))
+                    if originals is not None:
+                        moments.cross = torch.zeros_like(moments.hessian.matrix)
+                        moments.original = torch.zeros_like(moments.hessian.matrix)
+                    collected.moments[tuple(names)] = moments
                 try:
-                    hessian.add(tensor)
+                    moments.hessian.add(tensor)
                 except NonFiniteError as e:
                     if on_nonfinite == "raise":
-                        raise NonFiniteError(f"the inputs of {', '.join(names)} are not finite: {e}") from None
+                        raise NonFiniteError(
+                            f"the inputs of {', '.join(names)} are not finite: {e}; blocks before this one are "
+                            "compressed already. on_nonfinite='fallback' rounds such layers to nearest"
+                        ) from None
                     for name in names:
                         collected.broken[name] = "inputs not finite: rounded to nearest"
-            seen.clear()
-    finally:
-        for hook in hooks:
-            hook.remove()
+                    continue
+                if originals is None or moments.cross is None:
+                    continue
+                before = [t for t, n in originals[i] if names[0] in n]
+                # Rows correspond only where every token of the batch went through.
+                if len(before) == 1 and before[0].shape == tensor.shape and _rows(tensor) == _rows(x):
+                    moments.pair(tensor, before[0])
+                else:
+                    moments.cross = moments.original = None
     return collected
+
+
+def _rows(x: Tensor) -> int:
+    return x.numel() // x.shape[-1]
+
+
+def corrected_target(weight: Tensor, moments: Moments) -> Tensor:
+    """The weight [N, K] float32 that, on the compressed model's inputs, comes closest to the original layer's output.
+
+    Minimises ``|W' X - W X_original|^2 + ridge |W' - W|^2``, so that a layer also makes up for what the layers before
+    it got wrong (the asymmetric calibration of GPTAQ, arXiv 2504.02692, in closed form).
+    """
+    h = moments.hessian.matrix
+    if moments.cross is None:
+        return weight
+    damped = h.clone()
+    ridge = CORRECTION_RIDGE * h.diagonal().mean()
+    damped.diagonal().add_(ridge.clamp_min(torch.finfo(torch.float32).tiny))
+    lower, info = torch.linalg.cholesky_ex(damped)
+    if info:
+        return weight
+    # W' = W (cross + ridge) inv(H + ridge) = W + W (cross - H) inv(H + ridge)
+    return weight + torch.cholesky_solve((weight @ (moments.cross - h)).T, lower).T
 
 
 @dataclass(frozen=True)
@@ -461,23 +623,25 @@ class Result:
     pruned: Tensor | None
 
 
-def _solve_block(
+def _solve_stage(
     model: nn.Module, targets: list[Target], collected: Collected, method: str, damping: float
 ) -> list[Result]:
     """Solves layers that share inputs and scheme together, as one tall matrix: rows do not influence each other."""
     together: dict[Any, list[Target]] = {}
     for t in targets:
-        keys, hessian = collected.of(t.name)
-        usable = hessian is not None and t.name not in collected.broken
-        together.setdefault((keys, t.scheme) if usable else t.name, []).append(t)
+        alone = collected.of(t.name) is None
+        together.setdefault(t.name if alone else (collected.keys(t.name), t.scheme), []).append(t)
     results: dict[str, Result] = {}
-    for key, group in together.items():
-        hessian = collected.of(group[0].name)[1] if isinstance(key, tuple) else None
-        matrix = None if hessian is None else hessian.matrix
+    for group in together.values():
+        moments = collected.of(group[0].name)
+        hessian = None if moments is None else moments.hessian.matrix
         scheme = group[0].scheme
         weights = [_linear(model, t.name).weight.detach().float() for t in group]
-        own = method if matrix is not None or method in UNCALIBRATED else _uncalibrated(method, scheme)
-        solution = solve(torch.cat(weights), matrix, scheme, own, damping)
+        own = method if moments is not None or method in UNCALIBRATED else _uncalibrated(method, scheme)
+        target = torch.cat(weights)
+        if moments is not None:
+            target = corrected_target(target, moments)
+        solution = compress_weight(target, hessian, scheme, own, damping)
         row = 0
         for t, w in zip(group, weights, strict=True):
             rows = slice(row, row + w.shape[0])
@@ -486,25 +650,29 @@ def _solve_block(
             if solution.packed is not None:
                 tensors = {n: v[rows].contiguous() for n, v in solution.packed.tensors().items()}
                 packed = PackedWeight.from_tensors(tensors, scheme, w.shape[1])
-            note = collected.broken.get(t.name, t.note)
-            if hessian is None and not note:
-                note = "saw no calibration input: rounded to nearest"
+            notes = [t.note, collected.broken.get(t.name, "")]
+            if moments is None and t.name not in collected.broken:
+                notes.append("saw no calibration input: rounded to nearest")
             report = LayerReport(
                 name=t.name,
                 kind="Linear",
                 shape=tuple(w.shape),
                 status="pruned" if packed is None else "compressed",
-                note=note,
+                note="; ".join(filter(None, notes)),
                 scheme=str(scheme),
                 method=own,
-                error_before=output_error(w, _baseline(w, scheme), matrix),
-                error_after=output_error(w, solution.weight[rows], matrix),
+                error_before=_error(w, _baseline(w, scheme), moments),
+                error_after=_error(w, solution.weight[rows], moments),
                 bits_per_weight=None if packed is None else scheme.bits_per_weight(w.shape[1]),
                 damping=solution.damping,
-                rows=0 if hessian is None else hessian.rows,
+                rows=0 if moments is None else moments.hessian.rows,
             )
             results[t.name] = Result(report, packed, solution.weight[rows] if packed is None else None)
     return [results[t.name] for t in targets]
+
+
+def _error(weight: Tensor, approximation: Tensor, moments: Moments | None) -> float:
+    return output_error(weight, approximation, None) if moments is None else moments.error(weight, approximation)
 
 
 def _linear(model: nn.Module, name: str) -> nn.Linear:
@@ -520,7 +688,7 @@ def _uncalibrated(method: str, scheme: Scheme) -> str:
 
 def _baseline(w: Tensor, scheme: Scheme) -> Tensor:
     """Magnitude pruning and rounding to nearest: what the report compares with."""
-    return solve(w, None, scheme, default_method(scheme.sparsity, calibrated=False)).weight
+    return compress_weight(w, None, scheme, default_method(scheme.sparsity, calibrated=False)).weight
 
 
 def _install(model: nn.Module, result: Result) -> None:
@@ -536,7 +704,8 @@ def _install(model: nn.Module, result: Result) -> None:
 def compressed_layer(packed: PackedWeight, linear: nn.Linear) -> CompressedLinear:
     """The module that takes the place of ``linear``, on its device and computing in its dtype."""
     packed = packed.to(linear.weight.device)
-    layer = CompressedLinear(replace(packed, scales=packed.scales.to(linear.weight.dtype)), linear.bias)
+    bias = None if linear.bias is None else linear.bias.clone()
+    layer = CompressedLinear(replace(packed, scales=packed.scales.to(linear.weight.dtype)), bias)
     return layer.train(linear.training)
 
 
@@ -557,8 +726,9 @@ class _Store:
         self.path = path
         digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode())
         for t in targets:
-            checksum = zlib.crc32(_bytes(_linear(model, t.name).weight))
-            digest.update(f"{t.name} {t.scheme} {checksum}".encode())
+            digest.update(json.dumps([t.name, t.scheme.to_dict()]).encode())
+        for name, p in model.state_dict().items():
+            digest.update(f"{name} {p.dtype} {zlib.crc32(_bytes(p))}".encode())
         for w in windows:
             digest.update(_bytes(w))
         manifest = {"format": _FORMAT, "fingerprint": digest.hexdigest(), "settings": settings}
@@ -594,6 +764,12 @@ class _Store:
     def load(self, index: int) -> list[Result] | None:
         if not self._file(index).exists():
             return None
+        try:
+            return self._read(index)
+        except (SafetensorError, KeyError, TypeError, ValueError) as e:
+            raise ValueError(f"{self._file(index)} is damaged ({e}): delete it, and its block is computed again") from e
+
+    def _read(self, index: int) -> list[Result]:
         results = []
         with safe_open(self._file(index), "pt") as f:
             for layer in json.loads(f.metadata()["layers"]):

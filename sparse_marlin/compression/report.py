@@ -24,7 +24,9 @@ class LayerReport:
         scheme: how it is stored.
         method: how it was compressed.
         error_before: relative output error that magnitude pruning and rounding to nearest would have made.
-        error_after: relative output error that was made, over the calibration inputs.
+        error_after: relative output error that was made. Both in the 2-norm over the calibration inputs: for
+            ``one-shot`` against the layer's output in the original model, otherwise against the original layer's output
+            for the same inputs; without calibration inputs the relative error of the weight.
         bits_per_weight: stored bits per dense weight, scales included.
         damping: fraction of its mean that was added to the Hessian's diagonal.
         rows: calibration inputs that the layer saw.

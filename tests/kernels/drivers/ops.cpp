@@ -1,0 +1,356 @@
+// Single instructions against plain C++, and small programs that the emulator must stop.
+// usage: ops             every check, over seeds
+//        ops NAME SEED   one small program
+#include <cmath>
+#include <numeric>
+#include <random>
+
+#include "common/ptx.cuh"
+#include "drivers/check.h"
+
+static std::mt19937 rng(1);
+static float small_integer() { return float(int(rng() % 17) - 8); }
+
+// ---------------------------------------------------------------- mma
+template <class T> void k_mma(const float* w, const float* x, float* d) {
+  const int g = threadIdx.x / 4, t = threadIdx.x % 4;
+  uint32_t w_frag[4], x_frag[2];
+  for (int j = 0; j < 4; ++j) {
+    const float* p = w + (g + 8 * (j & 1)) * 16 + 2 * t + 8 * (j >> 1);
+    w_frag[j] = ptx::pack2<T>(p[0], p[1]);
+  }
+  for (int j = 0; j < 2; ++j) {
+    const int k = 2 * t + 8 * j;
+    x_frag[j] = ptx::pack2<T>(x[k * 8 + g], x[(k + 1) * 8 + g]);
+  }
+  float acc[4] = {1, 1, 1, 1};
+  ptx::mma_m16n8k16<T>(acc, w_frag, x_frag);
+  for (int i = 0; i < 4; ++i) d[(g + 8 * (i >> 1)) * 8 + 2 * t + (i & 1)] = acc[i];
+}
+template <class T> void check_mma() {
+  std::vector<float> w(16 * 16), x(16 * 8), d(16 * 8);
+  std::generate(w.begin(), w.end(), small_integer);
+  std::generate(x.begin(), x.end(), small_integer);
+  launch(k_mma<T>, 1, 32, 0, nullptr, w.data(), x.data(), d.data());
+  for (int m = 0; m < 16; ++m)
+    for (int n = 0; n < 8; ++n) {
+      float want = 1;
+      for (int k = 0; k < 16; ++k) want += w[m * 16 + k] * x[k * 8 + n];
+      EXPECT(d[m * 8 + n] == want);
+    }
+}
+
+// `kept` holds, for each row and group of four columns, the two columns whose weights are kept, as metadata does.
+template <class T, int SELECTOR>
+void k_mma_sp(const float* w, const uint8_t* kept, const float* x, float* d) {
+  const int g = threadIdx.x / 4, t = threadIdx.x % 4;
+  uint32_t w_frag[4], x_frag[4], meta = 0x44444444;  // valid, but not what the selected lanes hold
+  for (int j = 0; j < 4; ++j) {
+    const int row = g + 8 * (j & 1), group = t + 4 * (j >> 1), pair = kept[row * 8 + group];
+    const float* p = w + row * 32 + group * 4;
+    w_frag[j] = ptx::pack2<T>(p[pair & 3], p[pair >> 2]);
+  }
+  for (int j = 0; j < 4; ++j) {
+    const int k = 2 * t + 8 * j;
+    x_frag[j] = ptx::pack2<T>(x[k * 8 + g], x[(k + 1) * 8 + g]);
+  }
+  if (t / 2 == SELECTOR) {
+    meta = 0;
+    for (int nibble = 0; nibble < 8; ++nibble)
+      meta |= uint32_t(kept[(g + 8 * (nibble / 4)) * 8 + nibble % 4 + 4 * (t & 1)]) << 4 * nibble;
+  }
+  float acc[4] = {1, 1, 1, 1};
+  ptx::mma_sp_m16n8k32<T, SELECTOR>(acc, w_frag, x_frag, meta);
+  for (int i = 0; i < 4; ++i) d[(g + 8 * (i >> 1)) * 8 + 2 * t + (i & 1)] = acc[i];
+}
+template <class T, int SELECTOR> void check_mma_sp() {
+  static constexpr uint8_t PAIRS[6] = {0x4, 0x8, 0x9, 0xc, 0xd, 0xe};
+  std::vector<float> w(16 * 32), x(32 * 8), d(16 * 8);
+  std::vector<uint8_t> kept(16 * 8);
+  std::generate(w.begin(), w.end(), small_integer);
+  std::generate(x.begin(), x.end(), small_integer);
+  for (uint8_t& pair : kept) pair = PAIRS[rng() % 6];
+  launch(k_mma_sp<T, SELECTOR>, 1, 32, 0, nullptr, w.data(), kept.data(), x.data(), d.data());
+  for (int m = 0; m < 16; ++m)
+    for (int n = 0; n < 8; ++n) {
+      float want = 1;
+      for (int group = 0; group < 8; ++group)
+        for (int k : {kept[m * 8 + group] & 3, kept[m * 8 + group] >> 2})
+          want += w[m * 32 + group * 4 + k] * x[(group * 4 + k) * 8 + n];
+      EXPECT(d[m * 8 + n] == want);
+    }
+}
+
+// ---------------------------------------------------------------- ldmatrix
+template <int COUNT> void k_ldmatrix(int* errors) {
+  DYNAMIC_SHARED(smem);
+  auto* v = reinterpret_cast<uint16_t*>(smem);  // four 8 x 8 matrices
+  for (int i = threadIdx.x; i < 256; i += 32) v[i] = uint16_t(i * 7 + 1);
+  __syncwarp();
+  const uint32_t row = ptx::smem_addr(smem) + threadIdx.x % (COUNT * 8) * 16;
+  uint32_t plain[COUNT], transposed[COUNT];
+  ptx::ldmatrix(plain, row);
+  ptx::ldmatrix_trans(transposed, row);
+  const int g = threadIdx.x / 4, t = threadIdx.x % 4 * 2;
+  for (int m = 0; m < COUNT; ++m) {
+    const uint16_t* a = v + m * 64;
+    if (plain[m] != (a[g * 8 + t] | uint32_t(a[g * 8 + t + 1]) << 16)) atomicAdd(errors, 1);
+    if (transposed[m] != (a[t * 8 + g] | uint32_t(a[(t + 1) * 8 + g]) << 16)) atomicAdd(errors, 1);
+  }
+}
+template <int COUNT> void check_ldmatrix() {
+  int errors = 0;
+  launch(k_ldmatrix<COUNT>, 1, 32, 512, nullptr, &errors);
+  EXPECT(errors == 0);
+}
+
+// ---------------------------------------------------------------- cp.async with zero fill
+template <int BYTES> void k_cp_async(const uint8_t* src, uint8_t* out, int src_bytes) {
+  DYNAMIC_SHARED(smem);
+  ptx::cp_async<BYTES>(ptx::smem_addr(smem) + threadIdx.x * BYTES, src + threadIdx.x * BYTES, uint32_t(src_bytes));
+  ptx::cp_async_commit();
+  ptx::cp_async_wait<0>();
+  __syncwarp();
+  for (int i = 0; i < BYTES; ++i) out[threadIdx.x * BYTES + i] = smem[threadIdx.x * BYTES + i];
+}
+template <int BYTES> void check_cp_async() {
+  std::vector<uint8_t> src(32 * BYTES), out(32 * BYTES);
+  for (uint8_t& b : src) b = uint8_t(rng() | 1);
+  for (int src_bytes = 0; src_bytes <= BYTES; ++src_bytes) {
+    launch(k_cp_async<BYTES>, 1, 32, 32 * BYTES, nullptr, src.data(), out.data(), src_bytes);
+    for (int i = 0; i < 32 * BYTES; ++i) EXPECT(out[i] == (i % BYTES < src_bytes ? src[i] : 0));
+  }
+}
+
+// ---------------------------------------------------------------- shuffles, votes, named barriers
+void k_warp(int* errors) {
+  const int lane = int(threadIdx.x);
+  auto expect = [&](bool right) { if (!right) atomicAdd(errors, 1); };
+  int sum = lane;
+  for (int o = 16; o; o /= 2) sum += __shfl_xor_sync(~0u, sum, o);
+  expect(sum == 496);
+  expect(__shfl_sync(~0u, lane, 3, 8) == lane / 8 * 8 + 3);
+  expect(__shfl_up_sync(~0u, lane, 1, 4) == (lane % 4 ? lane - 1 : lane));
+  expect(__shfl_down_sync(~0u, lane, 2, 4) == (lane % 4 < 2 ? lane + 2 : lane));
+  expect(__shfl_xor_sync(~0u, lane, 4, 4) == (lane & 4 ? lane ^ 4 : lane));
+  expect(__ballot_sync(~0u, lane & 1) == 0xaaaaaaaau);
+  expect(__any_sync(~0u, lane == 31) && !__all_sync(~0u, lane != 31) && __all_sync(~0u, 1));
+  if (lane < 8) expect(__shfl_sync(0xffu, lane, 3, 8) == 3);
+}
+void k_named_barrier(int* out) {  // warps 1 and 2 produce, warp 0 consumes
+  STATIC_SHARED(int, box, 64);
+  if (threadIdx.x < 32) {
+    ptx::bar_sync(1, 96);
+    if (threadIdx.x == 0) *out = std::accumulate(box, box + 64, 0);
+  } else {
+    box[threadIdx.x - 32] = int(threadIdx.x);
+    ptx::bar_arrive(1, 96);
+  }
+}
+
+// ---------------------------------------------------------------- wgmma
+template <bool FENCE> void k_wgmma(const half* w, const half* x, float* d) {  // 64 x 16 by 16 x 32
+  constexpr int N = 32;
+  DYNAMIC_SHARED(smem);
+  const uint32_t tile = ptx::smem_addr(smem);
+  for (int i = threadIdx.x; i < N * 8; i += 128) {  // pairs of k
+    const int n = i / 8, byte = i % 8 * 4;
+    const uint32_t at = n * 128 + (((byte >> 4) ^ (n & 7)) << 4 | (byte & 15));
+    ptx::store_shared(tile + at, *reinterpret_cast<const half2*>(x + n * 16 + i % 8 * 2));
+  }
+  if (FENCE) ptx::fence_proxy_async();
+  __syncthreads();
+  const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+  uint32_t w_frag[4];
+  for (int j = 0; j < 4; ++j)
+    std::memcpy(&w_frag[j], w + (warp * 16 + g + 8 * (j & 1)) * 16 + 2 * t + 8 * (j >> 1), 4);
+  float acc[N / 2] = {};
+  ptx::wgmma_fence();
+  ptx::wgmma<half>(acc, w_frag, uint64_t(tile >> 4) | uint64_t(64) << 32 | uint64_t(1) << 62);
+  ptx::wgmma_commit();
+  ptx::wgmma_wait<0>();
+  for (int i = 0; i < N / 2; ++i)
+    d[(warp * 16 + g + 8 * (i >> 1 & 1)) * N + i / 4 * 8 + 2 * t + (i & 1)] = acc[i];
+}
+template <bool FENCE> bool wgmma_right() {
+  std::vector<half> w(64 * 16), x(32 * 16);
+  std::vector<float> d(64 * 32);
+  for (half& h : w) h = half(small_integer());
+  for (half& h : x) h = half(small_integer());
+  launch(k_wgmma<FENCE>, 1, 128, 4096, nullptr, w.data(), x.data(), d.data());
+  for (int m = 0; m < 64; ++m)
+    for (int n = 0; n < 32; ++n) {
+      float want = 0;
+      for (int k = 0; k < 16; ++k) want += float(w[m * 16 + k]) * float(x[n * 16 + k]);
+      if (d[m * 32 + n] != want) return false;
+    }
+  return true;
+}
+
+// ---------------------------------------------------------------- arithmetic
+static void check_half_arithmetic() {
+  for (int i = 0; i < 100000; ++i) {  // one rounding, against an exact sum
+    const uint32_t r = rng();
+    const auto a = uint16_t(r), b = uint16_t(r >> 16), c = uint16_t(rng());
+    const float fa = emu::half_to_float(a), fb = emu::half_to_float(b), fc = emu::half_to_float(c);
+    const _Float16 fma = _Float16(__float128(fa) * fb + fc), sum = _Float16(__float128(fa) + fb);
+    const _Float16 product = _Float16(__float128(fa) * fb);
+    const half ha = half::raw(a), hb = half::raw(b);
+    EXPECT(fma != fma || emu::half_fma(a, b, c) == emu_bits<uint16_t>(fma));
+    EXPECT(sum != sum || __hadd(ha, hb).bits == emu_bits<uint16_t>(sum));
+    EXPECT(product != product || __hmul(ha, hb).bits == emu_bits<uint16_t>(product));
+  }
+}
+static void check_bf16_arithmetic() {
+  // The nearest bfloat16 to an exact value, found among the neighbours of its truncation.
+  auto nearest = [](__float128 exact) {
+    const uint16_t near = uint16_t(emu_bits<uint32_t>(float(exact)) >> 16);
+    uint16_t best = near;
+    for (uint16_t candidate : {uint16_t(near - 1), uint16_t(near + 1)}) {
+      const __float128 e = __float128(emu::bf16_to_float(candidate)) - exact, f = __float128(emu::bf16_to_float(best)) - exact;
+      const __float128 ae = e < 0 ? -e : e, af = f < 0 ? -f : f;
+      if (ae < af || (ae == af && candidate % 2 == 0)) best = candidate;
+    }
+    return best;
+  };
+  for (int i = 0; i < 100000; ++i) {
+    auto moderate = [] { return uint16_t((rng() & 0x80ff) | (100 + rng() % 50) << 7); };  // far from overflow
+    const uint16_t a = moderate(), b = moderate(), c = moderate();
+    const float fa = emu::bf16_to_float(a), fb = emu::bf16_to_float(b), fc = emu::bf16_to_float(c);
+    const __float128 fma = __float128(fa) * fb + fc, sum = __float128(fa) + fb;
+    if (fma != 0) EXPECT(emu::bf16_fma(a, b, c) == nearest(fma));
+    if (sum != 0) EXPECT(__hadd(__nv_bfloat16::raw(a), __nv_bfloat16::raw(b)).bits == nearest(sum));
+  }
+}
+static void check_bits() {
+  EXPECT(ptx::lop3<0xea>(0xf0f0, 0xff00, 0x1) == ((0xf0f0u & 0xff00u) | 1u));
+  EXPECT((ptx::and_or<0x000f000f, 0x64006400>(0x12345678u)) == 0x64046408u);
+  EXPECT(ptx::prmt<0x3276>(0x33221100, 0x77665544) == 0x33227766u);
+  EXPECT(ptx::prmt<0xb8a9>(0x80007f00, 0) == 0xff000000u);
+}
+
+// ---------------------------------------------------------------- small programs that are right or wrong by one step
+template <bool SYNC> void k_lanes(int* out) {  // lanes exchange through shared memory
+  STATIC_SHARED(int, box, 32);
+  box[threadIdx.x] = int(threadIdx.x);
+  if (SYNC) __syncwarp();
+  out[threadIdx.x] = box[threadIdx.x ^ 1];
+}
+template <bool SYNC> bool lanes() {
+  std::vector<int> out(32);
+  launch(k_lanes<SYNC>, 1, 32, 0, nullptr, out.data());
+  for (int i = 0; i < 32; ++i)
+    if (out[i] != (i ^ 1)) return false;
+  return true;
+}
+
+// Every block leaves a number; the last one to come adds them up. FENCES: 1 before the counter, 2 after it.
+template <int FENCES> void k_last_block(int* numbers, int* counter, int* sum) {
+  numbers[blockIdx.x] = int(blockIdx.x) + 1;
+  if (FENCES & 1) __threadfence();
+  const bool last = atomicAdd(counter, 1) == int(gridDim.x) - 1;
+  if (FENCES & 2) __threadfence();
+  if (last) *sum = std::accumulate(numbers, numbers + gridDim.x, 0);
+}
+template <int FENCES> bool last_block() {
+  std::vector<int> numbers(8);
+  int counter = 0, sum = 0;
+  launch(k_last_block<FENCES>, 8, 1, 0, nullptr, numbers.data(), &counter, &sum);
+  return sum == 36;
+}
+
+// Data that is its own flag: the reader polls until the fill is gone, the words order nothing else.
+template <bool WAIT> void k_mailbox(uint4* box, uint4* out) {
+  if (blockIdx.x == 1) return ptx::store_relaxed(box, {1, 2, 3, 4});
+  uint4 v = ptx::load_relaxed(box);
+  while (WAIT && v.x == ~0u) {
+    ptx::relax();
+    v = ptx::load_relaxed(box);
+  }
+  *out = v;
+}
+template <bool WAIT> bool mailbox() {
+  uint4 box{~0u, ~0u, ~0u, ~0u}, out{};
+  launch(k_mailbox<WAIT>, 2, 1, 0, nullptr, &box, &out);
+  return out.x == 1 && out.w == 4;
+}
+
+void k_barrier_too_large() {
+  if (threadIdx.x < 32) ptx::bar_sync(1, 64);
+}
+void k_diverge() {
+  uint32_t r[4];
+  if (threadIdx.x < 16) __syncwarp();
+  else ptx::ldmatrix(r, 1024);
+}
+void k_spin(int* flag) {
+  while (ptx::load_acquire(flag) == 0) ptx::relax();
+}
+void k_no_commit(const uint4* src) {
+  DYNAMIC_SHARED(smem);
+  ptx::cp_async<16>(ptx::smem_addr(smem) + threadIdx.x * 16, src + threadIdx.x);
+}
+void k_misaligned(const uint4* src) {
+  DYNAMIC_SHARED(smem);
+  ptx::cp_async<16>(ptx::smem_addr(smem) + threadIdx.x * 16 + 8, src + threadIdx.x);
+  ptx::cp_async_commit();
+  ptx::cp_async_wait<0>();
+}
+void k_bad_metadata() {
+  uint32_t w[4] = {}, x[4] = {};
+  float d[4] = {};
+  ptx::mma_sp_m16n8k32<half, 0>(d, w, x, threadIdx.x == 5 ? 0x44444441u : 0x44444444u);  // nibble 0: indices 1, 0
+}
+template <auto KERNEL, class... A> bool run_warps(unsigned threads, size_t shared, A... args) {
+  launch(KERNEL, 1, threads, shared, nullptr, args...);
+  return true;
+}
+
+int main(int argc, char** argv) {
+  if (argc == 3) {
+    static int flag = 0;
+    static uint4 src[32] = {};
+    emu::options.seed = uint32_t(std::atoi(argv[2]));
+    return run_by_name(
+        {{"lanes", lanes<true>},
+         {"lanes_no_sync", lanes<false>},
+         {"last_block", last_block<3>},
+         {"last_block_no_fence_before", last_block<2>},
+         {"last_block_no_fence_after", last_block<1>},
+         {"mailbox", mailbox<true>},
+         {"mailbox_no_wait", mailbox<false>},
+         {"wgmma", wgmma_right<true>},
+         {"wgmma_no_proxy_fence", wgmma_right<false>},
+         {"barrier_too_large", [] { return run_warps<k_barrier_too_large>(64, 0); }},
+         {"diverge", [] { return run_warps<k_diverge>(32, 0); }},
+         {"spin", [] { return run_warps<k_spin>(32, 0, &flag); }},
+         {"no_commit", [] { return run_warps<k_no_commit>(32, 1024, src); }},
+         {"misaligned", [] { return run_warps<k_misaligned>(32, 1024, src); }},
+         {"bad_metadata", [] { return run_warps<k_bad_metadata>(32, 0); }}},
+        argv[1]);
+  }
+  for (emu::options.seed = 0; emu::options.seed < 6; ++emu::options.seed) {
+    check_mma<half>();
+    check_mma<__nv_bfloat16>();
+    check_mma_sp<half, 0>();
+    check_mma_sp<half, 1>();
+    check_mma_sp<__nv_bfloat16, 0>();
+    check_mma_sp<__nv_bfloat16, 1>();
+    check_ldmatrix<1>();
+    check_ldmatrix<2>();
+    check_ldmatrix<4>();
+    check_cp_async<4>();
+    check_cp_async<8>();
+    check_cp_async<16>();
+    EXPECT(wgmma_right<true>());
+    EXPECT(lanes<true>() && last_block<3>() && mailbox<true>());
+    int errors = 0, out = 0;
+    launch(k_warp, 1, 32, 0, nullptr, &errors);
+    launch(k_named_barrier, 1, 96, 0, nullptr, &out);
+    EXPECT(errors == 0 && out == (32 + 95) * 32);
+  }
+  check_half_arithmetic();
+  check_bf16_arithmetic();
+  check_bits();
+  return failures != 0;
+}

@@ -1,0 +1,159 @@
+// Asynchronous copies and the mbarriers that count them. A copy lands as late as the program allows; until then its
+// destination is poisoned.
+#include "state.h"
+
+namespace emu {
+
+// ---------------------------------------------------------------- destinations
+void Block::start_copy(const Copy& c, unsigned thread, const Warp& w) {
+  access(c.dst, c.bytes, Use::WRITE, w, w.time, uint8_t(thread % 32));
+  for (uint32_t g = c.dst / GRANULE; g < (c.dst + c.bytes) / GRANULE; ++g) granules[g].in_flight = uint16_t(thread + 1);
+  std::memset(arena + c.dst, 0xff, c.bytes);
+  if (c.bytes >= 8) poison(arena + c.dst, c.bytes);
+  else poison_words(c.dst);
+}
+void Block::finish_copy(const Copy& c, unsigned agent, uint32_t time, uint8_t lane, uint32_t epoch) {
+  for (uint32_t g = c.dst / GRANULE; g < (c.dst + c.bytes) / GRANULE; ++g) {
+    granules[g].in_flight = 0;
+    granules[g].writer = uint8_t(agent);
+    granules[g].clock = time;
+    granules[g].lane = lane;
+    granules[g].epoch = epoch;
+  }
+  if (c.bytes >= 8) unpoison(arena + c.dst, c.bytes);
+  else poison_words(c.dst);
+  std::memcpy(arena + c.dst, c.src, c.src_bytes);  // AddressSanitizer checks memcpy and memset even here
+  std::memset(arena + c.dst + c.src_bytes, 0, c.bytes - c.src_bytes);
+}
+// AddressSanitizer keeps one state per 8 bytes: it can forbid both words or the second, not the first alone.
+void Block::poison_words(uint32_t at) {
+  at &= ~7u;
+  const bool first = granules[at / GRANULE].in_flight, second = granules[(at + 4) / GRANULE].in_flight;
+  unpoison(arena + at, 8);
+  if (second) poison(arena + at + (first ? 0 : 4), first ? 8 : 4);
+}
+
+// ---------------------------------------------------------------- cp.async
+void cp_async(uint32_t dst, const void* src, unsigned bytes, unsigned src_bytes) {
+  if (dst % bytes || (src_bytes && reinterpret_cast<uintptr_t>(src) % bytes))
+    fail("misaligned cp.async: shared 0x%x, global %p, %u bytes", dst, src, bytes);
+  if (src_bytes > bytes) fail("cp.async: source size %u above %u", src_bytes, bytes);
+  const Copy copy{dst, static_cast<const char*>(src), bytes, src_bytes};
+  this_block().start_copy(copy, self->linear, this_warp());
+  this_fiber().cp_async_open.push_back(copy);
+}
+void cp_async_commit() {
+  Fiber& f = this_fiber();
+  f.cp_async_groups.push_back(std::move(f.cp_async_open));
+  f.cp_async_open.clear();
+}
+void cp_async_wait(unsigned pending) {
+  Fiber& f = this_fiber();
+  const Warp& w = this_warp();
+  for (; f.cp_async_groups.size() > pending; f.cp_async_groups.pop_front())
+    for (const Copy& c : f.cp_async_groups.front())
+      this_block().finish_copy(c, w.id, w.time.t[w.id], uint8_t(f.lane), w.epoch);
+}
+
+// ---------------------------------------------------------------- mbarriers
+static MBarrier& mbarrier(uint32_t at) {
+  Block& b = this_block();
+  const auto it = b.mbarriers.find(at);
+  if (it == b.mbarriers.end()) fail("no mbarrier at shared 0x%x", at);
+  if (it->second.init_clock > this_warp().time.t[it->second.init_warp])
+    fail("mbarrier 0x%x is used without a barrier after its initialization", at);
+  return it->second;
+}
+static void complete_phase_if_due(MBarrier& m) {
+  if (m.pending || m.pending_bytes) return;
+  m.completed = m.time;
+  m.phase ^= 1;
+  m.pending = m.expected;
+  for (Fiber* f : m.waiters) f->warp->ready |= 1u << f->lane;
+  m.waiters.clear();
+}
+
+void mbar_init(uint32_t at, uint32_t count) {
+  Block& b = this_block();
+  Warp& w = this_warp();
+  if (at % 8 || count == 0) fail("mbarrier.init: address 0x%x, count %u", at, count);
+  b.access(at, 8, Use::WRITE, w, w.time, uint8_t(self->lane));
+  if (b.mbarriers.size() >= MAX_MBARS) fail("more than %u mbarriers", MAX_MBARS);
+  MBarrier m{};
+  m.expected = m.pending = count;
+  m.agent = MAX_WARPS + unsigned(b.mbarriers.size());
+  m.init_warp = w.id;
+  m.init_clock = w.time.t[w.id];
+  if (!b.mbarriers.emplace(at, m).second) fail("mbarrier 0x%x initialized twice", at);
+}
+void mbar_arrive(uint32_t at, uint32_t expect_bytes) {
+  MBarrier& m = mbarrier(at);
+  Warp& w = this_warp();
+  if (m.pending == 0) fail("mbarrier 0x%x: more arrivals than its count of %u", at, m.expected);
+  m.time.join(w.time);
+  ++w.time.t[w.id];
+  m.pending_bytes += expect_bytes;
+  --m.pending;
+  progress();
+  complete_phase_if_due(m);
+}
+void mbar_wait(uint32_t at, uint32_t parity) {
+  MBarrier& m = mbarrier(at);
+  while (m.phase == (parity & 1)) {
+    m.waiters.push_back(&this_fiber());
+    wait("mbarrier");
+  }
+  this_warp().time.join(m.completed);
+  progress();
+}
+
+// ---------------------------------------------------------------- bulk and tensor copies
+static void start_bulk_copy(BulkCopy&& copy) {
+  for (const Copy& part : copy.parts) this_block().start_copy(part, copy.thread, this_warp());
+  this_block().bulk_copies.push_back(std::move(copy));
+}
+void finish_bulk_copy(Block& b, const BulkCopy& copy) {
+  MBarrier& m = b.mbarriers.at(copy.bar);
+  const uint32_t time = ++m.time.t[m.agent];
+  for (const Copy& part : copy.parts) b.finish_copy(part, m.agent, time, ALL_LANES, 0);
+  m.pending_bytes -= copy.bytes;
+  complete_phase_if_due(m);
+}
+void bulk_load(uint32_t dst, const void* src, uint32_t bytes, uint32_t bar) {
+  if (dst % 16 || bytes % 16 || reinterpret_cast<uintptr_t>(src) % 16)
+    fail("misaligned bulk copy: shared 0x%x, global %p, %u bytes", dst, src, bytes);
+  mbarrier(bar);
+  start_bulk_copy({{{dst, static_cast<const char*>(src), bytes, bytes}}, bar, bytes, self->linear});
+}
+const void* tensor_load(uint32_t dst, const TensorMap& map, int inner, int outer, uint32_t bar) {
+  constexpr unsigned CHUNK = 16, ELEMENT = 2;  // bytes; a chunk keeps together in the swizzle
+  const unsigned box_row = map.box_inner * ELEMENT;
+  if (dst % 128) fail("tensor copy: shared 0x%x is not a multiple of 128", dst);
+  mbarrier(bar);
+  BulkCopy copy{{}, bar, box_row * map.box_outer, self->linear};
+  const void* bad = nullptr;
+  for (unsigned r = 0; r < map.box_outer; ++r)
+    for (unsigned c = 0; c < box_row; c += CHUNK) {
+      const int64_t row = int64_t(outer) + r, byte = int64_t(inner) * ELEMENT + c;
+      const int64_t row_end = int64_t(map.inner) * ELEMENT;
+      const bool inside = row >= 0 && row < int64_t(map.outer) && byte >= 0 && byte < row_end;
+      const char* src = inside ? static_cast<const char*>(map.base) + row * int64_t(map.row_bytes) + byte : nullptr;
+      const unsigned src_bytes = inside ? unsigned(std::min<int64_t>(CHUNK, row_end - byte)) : 0;
+      const uint32_t at = dst + r * box_row + c;
+      copy.parts.push_back({box_row == 128 ? swizzle128(at) : at, src, CHUNK, src_bytes});
+      if (!bad) bad = first_poisoned(src, src_bytes);
+    }
+  start_bulk_copy(std::move(copy));
+  return bad;
+}
+void fence_proxy_async() {
+  Warp& w = this_warp();
+  w.proxy_fenced = w.time.t[w.id]++;
+}
+
+const char* first_poisoned(const void* p, size_t n) {
+  if (!__asan_region_is_poisoned || n == 0) return nullptr;
+  return static_cast<const char*>(__asan_region_is_poisoned(const_cast<void*>(p), n));
+}
+
+}  // namespace emu
