@@ -59,7 +59,10 @@ def main() -> None:
     args = parser.parse_args()
     started = time.perf_counter()
 
-    check_destination(args.out, overwrite=True)
+    try:
+        check_destination(args.out, overwrite=True)
+    except OSError as e:
+        parser.error(str(e))
     source = models.find(args.model)
     tokenizer = source.tokenizer()
     model = source.model(args.device)
