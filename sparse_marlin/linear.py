@@ -88,12 +88,11 @@ class CompressedLinear(nn.Module):
         Raises:
             ValueError: if the last dimension is not in_features, or the dtype is not the layer's outside autocast.
         """
-        if x.shape[-1] != self.in_features:
+        if x.shape[-1:] != (self.in_features,):
             raise ValueError(f"the last dimension of x must be in_features = {self.in_features}, got {list(x.shape)}")
-        out_dtype = x.dtype
-        if torch.is_autocast_enabled(x.device.type):
-            out_dtype = torch.get_autocast_dtype(x.device.type)
-            x = x.to(self.scales.dtype)
+        device = x.device.type
+        if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+            x = x.to(torch.get_autocast_dtype(device))
         elif x.dtype != self.scales.dtype:
             raise ValueError(
                 f"x is {x.dtype}, but this layer computes in {self.scales.dtype}: "
@@ -110,7 +109,7 @@ class CompressedLinear(nn.Module):
             self.scheme.num_bits,
             self.scheme.group_size,
         )
-        return y.to(out_dtype)
+        return y
 
     def extra_repr(self) -> str:
         return (

@@ -24,7 +24,7 @@ A row that does not fill its last byte is padded with zero bits.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 
 import torch
@@ -92,8 +92,13 @@ class PackedWeight:
             raise ValueError(f"codes must be uint8 [N, K], got {codes.dtype} {list(codes.shape)}")
         if reason := scheme.why_not(*codes.shape):
             raise ValueError(reason)
+        for name, t in (("scales", scales), ("mask", mask), ("zero_point", zero_point), ("g_idx", g_idx)):
+            if t is not None and t.device != codes.device:
+                raise ValueError(f"{name} is on {t.device}, codes on {codes.device}")
         if scheme.num_bits < 8 and codes.numel() and int(codes.max()) > scheme.max_code:
-            raise ValueError(f"codes must be at most {scheme.max_code} for {scheme.num_bits} bits, got {int(codes.max())}")
+            raise ValueError(
+                f"codes must be at most {scheme.max_code} for {scheme.num_bits} bits, got {int(codes.max())}"
+            )
         if (mask is not None) != (scheme.sparsity is not None):
             raise ValueError("a mask belongs to a 2:4 scheme, and only to one")
         meta = None
@@ -119,7 +124,8 @@ class PackedWeight:
         return {n: t for n in TENSOR_NAMES if (t := getattr(self, n)) is not None}
 
     def to(self, device: torch.device | str) -> PackedWeight:
-        return replace(self, **{n: t.to(device) for n, t in self.tensors().items()})
+        moved = {n: t.to(device) for n, t in self.tensors().items()}
+        return PackedWeight.from_tensors(moved, self.scheme, self.in_features)
 
     def unpack(self) -> tuple[Tensor, Tensor | None]:
         """The integers [N, K] uint8 (the zero code where pruned) and, for 2:4, the mask [N, K] of kept weights."""
@@ -161,20 +167,24 @@ class PackedWeight:
             ValueError: if the parts would be unequal or, along K, a border would fall inside a group; the text names
                 the counts that are possible. Act-order weights have no column shards.
         """
+        if dim not in (0, 1):
+            raise ValueError(f"dim must be 0 (output channels) or 1 (input columns), got {dim!r}")
         size = self.out_features if dim == 0 else self.in_features
         unit = 1 if dim == 0 else self._column_unit()
         if unit is None:
-            raise ValueError("a weight with g_idx cannot be split along in_features: its groups are not runs of columns")
-        if count < 1 or size % (unit * count) or not 0 <= index < count:
-            legal = [c for c in range(1, 65) if size % (unit * c) == 0]
-            raise ValueError(f"cannot take part {index} of {count} along dim {dim} of size {size}: possible counts {legal}")
+            raise ValueError(
+                "a weight with g_idx cannot be split along in_features: its groups are not runs of columns"
+            )
+        legal = [1] + [c for c in range(2, 65) if size % (unit * c) == 0]
+        if (count != 1 and (count < 1 or size % (unit * count))) or not 0 <= index < count:
+            raise ValueError(
+                f"cannot take part {index} of {count} along dim {dim} of size {size}: possible counts {legal}"
+            )
         new = {}
         for name, t in self.tensors().items():
-            if dim == 0 and name != "g_idx":
-                new[name] = t.chunk(count, 0)[index].clone()
-            elif dim == 1 and t.shape[1] > 1:
-                new[name] = t.chunk(count, 1)[index].clone()
-        return replace(self, in_features=self.in_features // (count if dim == 1 else 1), **new)
+            whole = name == "g_idx" or t.shape[dim] == 1  # one scale per channel belongs to every column shard
+            new[name] = (t if whole else t.chunk(count, dim)[index]).clone()
+        return PackedWeight.from_tensors(new, self.scheme, self.in_features // (count if dim == 1 else 1))
 
     def _column_unit(self) -> int | None:
         """Smallest number of columns that a shard may have."""
@@ -236,12 +246,17 @@ def _pack_dense(codes: Tensor, num_bits: int) -> Tensor:
         return codes.clone()
     if codes.shape[1] % 2:
         codes = torch.nn.functional.pad(codes, (0, 1))
-    return _pack_nibbles(codes)
+    return _pack_nibbles(_plain(codes))
 
 
 def _pack_nibbles(codes: Tensor) -> Tensor:
-    pairs = codes.contiguous().view(torch.int16)  # first | second << 8
+    pairs = codes.view(torch.int16)  # first | second << 8
     return (pairs | pairs >> 4).to(torch.uint8)
+
+
+def _plain(t: Tensor) -> Tensor:
+    """Contiguous with the usual strides; a single row counts as contiguous with any, and could not be viewed."""
+    return t.contiguous().view(-1).view(t.shape)
 
 
 def _unpack_nibbles(packed: Tensor, count: int) -> Tensor:
@@ -259,7 +274,7 @@ def _pack_24(codes: Tensor, mask: Tensor, num_bits: int) -> tuple[Tensor, Tensor
     qweight = torch.empty(n, quads * num_bits // 4, dtype=torch.uint8, device=codes.device)
     meta = torch.empty(n, (quads + 1) // 2, dtype=torch.uint8, device=codes.device)
     rows = max(1, _CHUNK // k)
-    codes, mask = codes.contiguous(), mask.contiguous()
+    codes, mask = _plain(codes), _plain(mask)
     bad = torch.zeros((), dtype=torch.bool, device=codes.device)
     for i in range(0, n, rows):
         kept = mask[i : i + rows].view(torch.int32)  # a byte of 0 or 1 per weight
@@ -338,6 +353,8 @@ def _validate(p: PackedWeight) -> None:
         if t is None:
             raise ValueError(f"{name} is missing from a {s} weight")
         if list(t.shape) != shape or t.dtype not in dtypes:
-            raise ValueError(f"{name} must be {dtypes[0]} {shape} for a {s} weight [{n}, {k}], got {t.dtype} {list(t.shape)}")
+            raise ValueError(
+                f"{name} must be {dtypes[0]} {shape} for a {s} weight [{n}, {k}], got {t.dtype} {list(t.shape)}"
+            )
         if t.device != p.qweight.device:
             raise ValueError(f"{name} is on {t.device}, qweight on {p.qweight.device}")

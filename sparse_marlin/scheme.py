@@ -41,6 +41,7 @@ class Scheme:
         _require("bits", self.num_bits, NUM_BITS)
         _require("group_size", self.group_size, GROUP_SIZES)
         _require("sparsity", self.sparsity, SPARSITIES)
+        _require("symmetric", self.symmetric, (True, False))
         _require("dtype", self.dtype, SCALE_DTYPES)
         if self.sparsity is not None and not self.symmetric:
             raise ValueError("a 2:4 scheme must be symmetric: pruned weights have to be exactly zero")
@@ -112,7 +113,6 @@ class Scheme:
             raise ValueError(f"a scheme needs exactly the keys {sorted(expected)}, got {d!r}")
         dtypes = {str(t).removeprefix("torch."): t for t in SCALE_DTYPES}
         _require("dtype", d["dtype"], tuple(dtypes))
-        _require("symmetric", d["symmetric"], (True, False))
         return cls(d["num_bits"], d["group_size"], d["sparsity"], d["symmetric"], dtypes[d["dtype"]])
 
     def __str__(self) -> str:

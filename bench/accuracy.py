@@ -1,0 +1,114 @@
+"""Perplexity of compression methods on one model, calibrated on the first half of a text and evaluated on the second.
+
+python bench/accuracy.py                                   what the library does by default, and what it is compared with
+python bench/accuracy.py --methods two-pass one-loop       these only
+python bench/accuracy.py --json bench/results/accuracy.json
+
+Setting: 24 windows of 512 tokens drawn from the first half for calibration, the first 24 windows of the second half for
+evaluation, float32, symmetric INT4, group 64, damping 1 %, blocks in sequence.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import platform
+import resource
+import sys
+import time
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+import sparse_marlin
+from sparse_marlin.compression.solve import METHODS_DENSE, PRUNE_ONLY
+from sparse_marlin.evaluate import perplexity
+from sparse_marlin.samples import sample_model, sample_text
+
+METHODS = ("fp", "rtn", "gptq", "magnitude", "wanda", "sparsegpt", "magnitude+rtn", "wanda+rtn", "two-pass", "one-loop")
+DEFAULT = ("fp", "gptq", "magnitude+rtn", "two-pass")
+WINDOW = 512
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=DEFAULT)
+    parser.add_argument("--model", help="path of a Hugging Face model (default: the embedded SmolLM2-135M)")
+    parser.add_argument("--calibration-windows", type=int, default=24)
+    parser.add_argument("--evaluation-windows", type=int, default=24)
+    parser.add_argument("--group-size", type=int, default=64)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--json", type=Path, help="write the rows there")
+    args = parser.parse_args()
+
+    path = args.model or sample_model()
+    model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).to(args.device)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(path)
+    text = sample_text()
+    half = len(text) // 2
+    first, second = (torch.tensor(tokenizer(t)["input_ids"]) for t in (text[:half], text[half:]))
+    generator = torch.Generator().manual_seed(args.seed)
+    starts = torch.randint(0, len(first) - WINDOW, (args.calibration_windows,), generator=generator)
+    calibration = [first[s : s + WINDOW].unsqueeze(0) for s in starts.tolist()]
+
+    rows: list[dict[str, Any]] = []
+    for method in args.methods:
+        subject = copy.deepcopy(model)
+        began = time.perf_counter()
+        bits: float = 32
+        if method != "fp":
+            report = sparse_marlin.patch_model(
+                subject,
+                None if method in METHODS_DENSE else "2:4",
+                group_size=args.group_size,
+                calibration=calibration,
+                method=method,
+                damping=0.01,
+            )
+            bits = 32 if method in PRUNE_ONLY else report.bits_per_weight
+        minutes = (time.perf_counter() - began) / 60
+        value = perplexity(subject, second, window=WINDOW, max_windows=args.evaluation_windows)
+        rows.append(
+            {
+                "model": Path(path).name,
+                "method": method,
+                "perplexity": value,
+                "minutes": minutes,
+                "peak_gb": _peak_gb(args.device),
+                "bits": bits,
+                "sparsity": "none" if method == "fp" or method in METHODS_DENSE else "2:4",
+            }
+        )
+        print(f"{method:16} perplexity {value:8.3f}   {bits:6.3f} bits per weight   {minutes:5.2f} minutes", flush=True)
+    if args.json:
+        meta = {
+            "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            "command": " ".join(["python", *sys.argv]),
+            "device": torch.cuda.get_device_name() if args.device != "cpu" else f"{platform.machine()} CPU",
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "sparse_marlin": sparse_marlin.__version__,
+            "python": platform.python_version(),
+            "group_size": args.group_size,
+            "calibration_windows": args.calibration_windows,
+            "evaluation_windows": args.evaluation_windows,
+            "window": WINDOW,
+            "seed": args.seed,
+        }
+        args.json.parent.mkdir(parents=True, exist_ok=True)
+        args.json.write_text(json.dumps({"meta": meta, "rows": rows}, indent=1) + "\n", encoding="utf-8")
+
+
+def _peak_gb(device: str) -> float:
+    if device != "cpu":
+        return torch.cuda.max_memory_allocated() / 2**30
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+
+
+if __name__ == "__main__":
+    main()

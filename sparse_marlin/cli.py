@@ -1,0 +1,335 @@
+"""The command ``sparse-marlin``: compress, inspect, evaluate, generate."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from . import __version__, checkpoints, models, samples
+from .compression import patch_model
+from .compression.solve import METHODS_24, METHODS_DENSE, check_method
+from .evaluate import evaluate
+from .scheme import GROUP_SIZES, NUM_BITS, Sparsity
+
+# A table that goes into a file or a pipe need not fit the 80 columns that are assumed there.
+_out = Console(width=None if sys.stdout.isatty() else 140)
+_err = Console(stderr=True, highlight=False)
+
+_MODEL_HELP = f"local directory, .gguf file, {samples.MODEL!r} ({samples.MODEL_TITLE}), or a name on the hub"
+_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command.
+
+    Returns:
+        0, or 1 if the job failed, or 130 if it was interrupted.
+
+    Raises:
+        SystemExit: with 2 for a command line that cannot be understood.
+    """
+    args = _parser().parse_args(argv)
+    try:
+        args.run(args)
+    except KeyboardInterrupt:
+        _err.print("interrupted")
+        return 130
+    except Exception as e:
+        if args.debug:
+            traceback.print_exc()
+        else:
+            # A message that was written for users stands alone; any other needs its type to make sense.
+            ours = isinstance(e, (ValueError, OSError, ImportError, RuntimeError)) and str(e)
+            text = str(e) if ours else f"{type(e).__name__}: {e} (--debug shows where it happened)"
+            _err.print(f"[red]error:[/red] {escape(text)}", soft_wrap=True)
+        return 1
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="sparse-marlin", description="2:4-sparse and dense INT4/INT8 weights for LLMs."
+    )
+    parser.add_argument("--version", action="version", version=f"sparse-marlin {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    def command(name: str, run: Callable[[argparse.Namespace], None], text: str) -> argparse.ArgumentParser:
+        sub = commands.add_parser(
+            name, help=text, description=text, formatter_class=argparse.ArgumentDefaultsHelpFormatter
+        )
+        sub.set_defaults(run=run)
+        sub.add_argument("--debug", action="store_true", help="show the traceback of an error")
+        return sub
+
+    p = command("compress", _compress, "Compress a model and save it.")
+    p.add_argument("model", metavar="MODEL", help=_MODEL_HELP)
+    p.add_argument("out", metavar="OUT", type=Path, help="directory to write")
+    p.add_argument("--sparsity", choices=("2:4", "none"), default="2:4", help="keep two of every four weights, or all")
+    p.add_argument("--bits", type=int, choices=NUM_BITS, default=4, help="bits per kept weight")
+    p.add_argument(
+        "--group-size", type=int, choices=GROUP_SIZES, default=128, help="columns per scale; -1: one scale per channel"
+    )
+    p.add_argument(
+        "--calibration",
+        default="self",
+        metavar="FILE|self",
+        help="text to calibrate on, or what the model writes itself",
+    )
+    p.add_argument("--samples", type=_positive, default=128, metavar="N", help="calibration windows")
+    p.add_argument("--sequence-length", type=_positive, default=512, metavar="N", help="tokens per calibration window")
+    p.add_argument(
+        "--method", choices=("auto", *METHODS_24, *METHODS_DENSE), default="auto", help="how to prune and quantize"
+    )
+    p.add_argument("--skip", action="append", default=[], metavar="PATTERN", help="layers to leave out; repeatable")
+    p.add_argument(
+        "--only", action="append", default=[], metavar="PATTERN", help="layers to take, no others; repeatable"
+    )
+    p.add_argument("--dtype", choices=tuple(_DTYPES), help="precision of the scales; default: by the layer's own")
+    p.add_argument("--damping", type=float, default=0.01, help="share of the Hessian's mean diagonal added to it")
+    p.add_argument(
+        "--on-nonfinite", choices=("raise", "fallback"), default="raise", help="for inputs with NaN or infinity"
+    )
+    p.add_argument(
+        "--checkpoint-dir", type=Path, metavar="DIR", help="keep finished blocks there, and resume from them"
+    )
+    p.add_argument("--report", type=Path, metavar="FILE", help="write the report of all layers there, as JSON")
+    p.add_argument("--overwrite", action="store_true", help="replace a compressed model at OUT")
+    _common(p)
+
+    p = command("inspect", _inspect, "Show how a compressed model is stored, without reading its weights.")
+    p.add_argument("path", metavar="PATH", type=Path, help="directory of a compressed model")
+    p.add_argument("--layers", action="store_true", help="list every layer by itself")
+
+    p = command("evaluate", _evaluate, "Measure the perplexity of a model on a text.")
+    p.add_argument("model", metavar="PATH", help=_MODEL_HELP)
+    p.add_argument("--text", type=Path, required=True, metavar="FILE", help="text, UTF-8")
+    p.add_argument("--reference", metavar="MODEL", help="model to compare with")
+    p.add_argument("--window", type=_positive, default=512, metavar="N", help="tokens per window")
+    p.add_argument("--max-windows", type=_positive, metavar="N", help="windows to evaluate; default: all")
+    p.add_argument("--batch-size", type=_positive, default=1, metavar="N", help="windows per forward pass")
+    p.add_argument("--report", type=Path, metavar="FILE", help="write the numbers there, as JSON")
+    p.add_argument("--device", type=_device, help="where to compute, for example cuda; default: the CPU")
+
+    p = command("generate", _generate, "Continue a prompt.")
+    p.add_argument("model", metavar="PATH", help=_MODEL_HELP)
+    p.add_argument("--prompt", required=True, help="text to continue")
+    p.add_argument("--chat", action="store_true", help="treat the prompt as a user's message, with the chat template")
+    p.add_argument("--max-new-tokens", type=_positive, default=64, metavar="N", help="tokens to write at most")
+    p.add_argument("--temperature", type=float, default=0.0, help="0 always takes the likeliest token")
+    _common(p)
+    return parser
+
+
+def _common(p: argparse.ArgumentParser) -> None:
+    p.add_argument("--device", type=_device, help="where to compute, for example cuda; default: the CPU")
+    p.add_argument("--seed", type=int, default=0, help="for everything that is random")
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
+    return value
+
+
+def _device(text: str) -> torch.device:
+    try:
+        device = torch.device(text)
+    except RuntimeError as e:
+        raise argparse.ArgumentTypeError(f"{text!r} is no device: cpu, cuda or cuda:1, for example") from e
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise argparse.ArgumentTypeError(
+            f"there is no {text} here: torch sees {torch.cuda.device_count()} CUDA devices"
+        )
+    return device
+
+
+# ------------------------------------------------------------------------------------------------------------ commands
+
+
+def _compress(args: argparse.Namespace) -> None:
+    # Everything that could refuse is asked before the hours of work.
+    sparsity: Sparsity | None = None if args.sparsity == "none" else "2:4"
+    if args.method != "auto":
+        check_method(args.method, sparsity, allow_prune_only=False)
+    try:
+        checkpoints.check_destination(args.out, overwrite=args.overwrite)
+    except FileExistsError as e:
+        raise FileExistsError(str(e).replace("overwrite=True", "--overwrite")) from None
+    if args.report and not args.report.absolute().parent.is_dir():
+        raise FileNotFoundError(f"cannot write {args.report}: its directory does not exist")
+    calibration = None if args.calibration == "self" else [_read_text(Path(args.calibration))]
+    source = _find(args.model)
+    tokenizer = source.tokenizer()
+    model = source.model()
+    start = time.perf_counter()
+    report = patch_model(
+        model,
+        sparsity,
+        args.bits,
+        args.group_size,
+        calibration=calibration,
+        tokenizer=tokenizer,
+        method=args.method,
+        skip=args.skip,
+        only=args.only,
+        dtype=_DTYPES.get(args.dtype),
+        damping=args.damping,
+        num_samples=args.samples,
+        sequence_length=args.sequence_length,
+        seed=args.seed,
+        device=args.device,
+        checkpoint_dir=args.checkpoint_dir,
+        on_nonfinite=args.on_nonfinite,
+    )
+    _out.print(report.table())
+    if args.report:
+        report.save(args.report)
+    checkpoints.save(model, args.out, tokenizer=tokenizer, overwrite=args.overwrite)
+    size = sum(t.nbytes for t in checkpoints.describe(args.out).files.tensors.values())
+    _out.print(
+        f"{args.out}: {size / 1e6:.1f} MB of weights, {report.bits_per_weight:.2f} bits per compressed weight, "
+        f"{time.perf_counter() - start:.0f} s"
+    )
+
+
+def _inspect(args: argparse.Namespace) -> None:
+    checkpoint = checkpoints.describe(args.path)
+    stored = checkpoint.files.tensors
+    groups: dict[tuple[str, ...], list[tuple[int, int]]] = {}
+    for name, layer in checkpoint.layers.items():
+        shown = name if args.layers else re.sub(r"\.\d+\.", ".*.", name)
+        shape = f"{layer.out_features} × {layer.in_features}"
+        weights = layer.out_features * layer.in_features
+        nbytes = sum(stored[f"{name}.{t}"].nbytes for t, _ in layer.named_parameters() if t != "bias")
+        groups.setdefault((shown, shape, str(layer.scheme)), []).append((weights, nbytes))
+    table = Table(title=f"{type(checkpoint.model).__name__} in {args.path}")
+    for title in ("layers", "out × in", "scheme", "count", "MB", "bits/weight"):
+        left = title in ("layers", "scheme")
+        table.add_column(title, justify="left" if left else "right", overflow="fold")
+    for key, sizes in groups.items():
+        weights, nbytes = (sum(column) for column in zip(*sizes, strict=True))
+        table.add_row(*key, str(len(sizes)), f"{nbytes / 1e6:.2f}", f"{8 * nbytes / weights:.3f}")
+    _out.print(table)
+    weights, nbytes = (sum(column) for column in zip(*(s for sizes in groups.values() for s in sizes), strict=True))
+    total = sum(t.nbytes for t in stored.values())
+    rows = {
+        "compressed layers": f"{len(checkpoint.layers)}, {weights / 1e6:.1f} M weights, {nbytes / 1e6:.1f} MB",
+        "bits per compressed weight": f"{8 * nbytes / weights:.3f}",
+        "everything else": f"{(total - nbytes) / 1e6:.1f} MB",
+        "all tensors": f"{total / 1e6:.1f} MB in {len({t.file for t in stored.values()})} file(s)",
+        "computes in": str(checkpoint.dtype).removeprefix("torch."),
+    }
+    for title, value in rows.items():
+        _out.print(f"{title}: {value}")
+
+
+def _evaluate(args: argparse.Namespace) -> None:
+    text = _read_text(args.text)
+    source = _find(args.model)
+    tokens = source.tokenizer()(text)["input_ids"]
+    model = source.model(args.device)
+    reference = _find(args.reference).model(args.device) if args.reference else None
+    result = evaluate(
+        model,
+        tokens,
+        args.window,
+        max_windows=args.max_windows,
+        batch_size=args.batch_size,
+        reference=reference,
+    )
+    table = Table(title=f"{args.model} on {args.text.name}: {result.tokens} tokens in {result.windows} windows")
+    table.add_column("measure")
+    table.add_column("value", justify="right")
+    table.add_row("perplexity", f"{result.perplexity:.3f}")
+    if result.reference_perplexity is not None:
+        table.add_row(f"perplexity of {args.reference}", f"{result.reference_perplexity:.3f}")
+        table.add_row("KL divergence from it, nats per token", f"{result.kl:.4f}")
+        table.add_row("same likeliest token", f"{result.agreement:.1%}")
+    _out.print(table)
+    if args.report:
+        args.report.write_text(json.dumps(asdict(result), indent=1) + "\n", encoding="utf-8")
+
+
+def _generate(args: argparse.Namespace) -> None:
+    from transformers import TextStreamer
+
+    if args.temperature < 0:
+        raise ValueError(f"--temperature must not be negative, got {args.temperature}")
+    source = _find(args.model)
+    tokenizer = source.tokenizer()
+    model: Any = source.model(args.device)
+    if args.chat:
+        message = [{"role": "user", "content": args.prompt}]
+        inputs = tokenizer.apply_chat_template(
+            message, add_generation_prompt=True, return_tensors="pt", return_dict=True
+        )
+    else:
+        inputs = tokenizer(args.prompt, return_tensors="pt")
+    if inputs["input_ids"].shape[1] == 0:
+        raise ValueError("the prompt holds no token")
+    sampling = {"do_sample": True, "temperature": args.temperature} if args.temperature else {"do_sample": False}
+    torch.manual_seed(args.seed)
+    start = time.perf_counter()
+    ids = model.generate(
+        **inputs.to(model.device),
+        **sampling,
+        max_new_tokens=args.max_new_tokens,
+        streamer=TextStreamer(tokenizer, skip_prompt=args.chat, skip_special_tokens=True),
+    )
+    seconds = time.perf_counter() - start
+    count = ids.shape[1] - inputs["input_ids"].shape[1]
+    _err.print(f"{count} tokens in {seconds:.1f} s, {count / seconds:.1f} tokens/s", style="dim")
+
+
+# ------------------------------------------------------------------------------------------------------------- helpers
+
+
+def _find(name: str) -> models.Source:
+    """Finds a model and says how much memory its weights will take, before they are read."""
+    source = models.find(name)
+    free = _free_memory()
+    _err.print(
+        f"{name}: {source.weight_bytes() / 1e9:.2f} GB of memory for the weights"
+        + (f", {free / 1e9:.1f} GB are free" if free else "")
+    )
+    return source
+
+
+def _free_memory() -> int | None:
+    """Bytes that the system could hand out, where it says so."""
+    try:
+        text = Path("/proc/meminfo").read_text(encoding="ascii")
+    except OSError:
+        return None
+    found = re.search(r"^MemAvailable:\s+(\d+) kB", text, re.MULTILINE)
+    return int(found[1]) * 1024 if found else None
+
+
+def _read_text(file: Path) -> str:
+    try:
+        text = file.read_text(encoding="utf-8")
+    except OSError as e:
+        raise OSError(f"cannot read {file}: {e.strerror}") from e
+    except UnicodeDecodeError as e:
+        raise ValueError(f"{file} is not UTF-8 text: {e}") from e
+    if not text.strip():
+        raise ValueError(f"{file} holds no text")
+    return text
+
+
+if __name__ == "__main__":
+    sys.exit(main())

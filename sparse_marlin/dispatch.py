@@ -1,0 +1,222 @@
+"""Which kernel multiplies a problem, in how many thread blocks, and why: pure functions that need no GPU.
+
+A cost model estimates each kernel's time from the bytes and multiplications that its busiest multiprocessor gets. It
+only has to rank kernels: the constants are rates measured on an H200 in isolation, and carried to other GPUs by their
+clocks and counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import ceil
+
+import torch
+
+from .scheme import Scheme
+
+# Multiply-adds per clock and multiprocessor by token tile, dense and 2:4 (dense-equivalent), fed from registers.
+_WGMMA = {8: (630, 1023), 16: (1258, 1819), 32: (2044, 3600), 64: (2045, 3950), 128: (2045, 3988), 256: (2045, 4038)}
+# Of mma.sync and mma.sp, by compute capability; others are taken for GeForce chips.
+_MMA = {80: (1024, 2048), 90: (1355, 2028), 100: (1355, 2028)}
+_MMA_GEFORCE = (512, 1024)
+_DEQUANTIZED_PER_CLOCK = 70  # stored weights per clock and multiprocessor, turned into floating point
+_STEP_CLOCKS = 50  # barriers and addresses, per tile of K
+_LAUNCH_US = 2.0  # until the first bytes are there, and the last stores out
+_EXCHANGE_US = 1.0  # a reduction across blocks
+_BANDWIDTH_SHARE = 0.93  # of the memory's nominal bandwidth, streaming
+_LOADED_CLOCK_SHARE = 0.8  # of the maximal clock, with the tensor cores busy
+_L2_BYTES_PER_CLOCK = 60  # per multiprocessor
+
+# Numbers of tokens for which a choice is made; in between, the next larger one's is taken.
+PLAN_TOKENS = (8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 8192)
+
+
+@dataclass(frozen=True)
+class Device:
+    """The properties of a GPU that a choice depends on."""
+
+    name: str
+    capability: int  # 90 for compute capability 9.0
+    multiprocessors: int
+    shared_bytes_per_block: int
+    shared_bytes_per_multiprocessor: int
+    clock_ghz: float
+    bandwidth_gbs: float
+
+    @classmethod
+    def parse(cls, name: str, attributes: Sequence[int]) -> Device:
+        """Reads the answer of the operator ``device_attributes``; its clocks are in kHz, the bus is in bits."""
+        capability, multiprocessors, per_block, per_sm, clock, memory_clock, bus = attributes
+        # Memory transfers twice per clock.
+        bandwidth = 2 * memory_clock * bus / 8 / 1e6
+        return cls(name, capability, multiprocessors, per_block, per_sm, clock / 1e6, bandwidth)
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """What one block of a compiled kernel does and needs, for one scheme; the extension tells it.
+
+    Attributes:
+        refusal: why the kernel does not exist for the scheme; the other numbers mean nothing then.
+    """
+
+    name: str
+    min_capability: int
+    max_capability: int  # 0: no limit
+    token_tile: int = 0
+    row_tile: int = 0
+    k_tile: int = 0
+    shared_bytes: int = 0
+    blocks_per_multiprocessor: int = 1
+    refusal: str = ""
+
+    @classmethod
+    def parse(cls, line: str) -> Kernel:
+        """Reads a line of the answer of the operator ``kernels``: a name, seven numbers, and a refusal or nothing."""
+        name, lowest, highest, tokens, rows, k, shared, blocks, refusal = line.split(" ", 8)
+        return cls(name, int(lowest), int(highest), int(tokens), int(rows), int(k), int(shared), int(blocks), refusal)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """``y[M, N] = x[M, K] @ w[N, K].T`` with x, y and scales in ``dtype``."""
+
+    M: int
+    N: int
+    K: int
+    scheme: Scheme
+    dtype: torch.dtype
+
+    def __str__(self) -> str:
+        return f"M={self.M} N={self.N} K={self.K}, {self.scheme}, {str(self.dtype).removeprefix('torch.')}"
+
+
+@dataclass(frozen=True)
+class Config:
+    """A kernel, the number of blocks to start it with, and the time that the model expects."""
+
+    kernel: str
+    blocks: int
+    microseconds: float
+
+    def __str__(self) -> str:
+        return f"{self.kernel} in {self.blocks} blocks, about {self.microseconds:.1f} us"
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Why a kernel cannot run a problem."""
+
+    kernel: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.kernel} cannot: {self.reason}"
+
+
+def why_not(scheme: Scheme, dtype: torch.dtype, device: Device) -> str | None:
+    """Why no kernel at all can run this on a GPU, or None: the canonical path has to be taken then."""
+    if device.capability < 80:
+        return f"{device.name} has compute capability {device.capability / 10}, the kernels need 8.0 or newer"
+    if dtype not in (torch.float16, torch.bfloat16):
+        return f"the kernels compute in float16 and bfloat16, not {str(dtype).removeprefix('torch.')}: call .to(dtype)"
+    return None
+
+
+def configurations(problem: Problem, device: Device, kernels: Sequence[Kernel]) -> list[Config | Refusal]:
+    """Every kernel's best configuration, or why it cannot run: the configurations first, fastest first."""
+    if reason := why_not(problem.scheme, problem.dtype, device):
+        return [Refusal("every kernel", reason)]
+    found = [_configure(problem, device, k) for k in kernels]
+    # Where the memory is the limit, times tie: the kernel made for this architecture goes first, then names decide, so
+    # that the order of the table does not matter.
+    newest = {k.name: -k.min_capability for k in kernels}
+    configs = [c for c in found if isinstance(c, Config)]
+    configs.sort(key=lambda c: (c.microseconds, newest[c.kernel], c.kernel))
+    return [*configs, *(r for r in found if isinstance(r, Refusal))]
+
+
+def choose(problem: Problem, device: Device, kernels: Sequence[Kernel]) -> Config | None:
+    """The fastest configuration, or None if no kernel can run the problem."""
+    first = next(iter(configurations(problem, device, kernels)), None)
+    return first if isinstance(first, Config) else None
+
+
+def explain(problem: Problem, device: Device, kernels: Sequence[Kernel]) -> str:
+    """Text for people: the choice first, then every other kernel with its expected time or the reason against it."""
+    found = configurations(problem, device, kernels)
+    lines = [f"{problem} on {device.name} (compute capability {device.capability / 10}):"]
+    if not found or isinstance(found[0], Refusal):
+        lines.append("  the canonical path, since no kernel can run this")
+    for i, item in enumerate(found):
+        lines.append(f"{'->' if i == 0 and isinstance(item, Config) else '  '} {item}")
+    return "\n".join(lines)
+
+
+def plan(N: int, K: int, scheme: Scheme, dtype: torch.dtype, device: Device, kernels: Sequence[Kernel]) -> str | None:
+    """The choices for every M, as ``csrc/bindings.cpp`` reads them: ``"16:kernel@blocks ... *:kernel@blocks"``.
+
+    Returns:
+        None if no kernel can run the layer.
+    """
+    steps: list[tuple[int, str]] = []
+    for tokens in PLAN_TOKENS:
+        config = choose(Problem(tokens, N, K, scheme, dtype), device, kernels)
+        if config is None:
+            return None
+        text = f"{config.kernel}@{config.blocks}"
+        if steps and steps[-1][1] == text:
+            steps.pop()
+        steps.append((tokens, text))
+    return " ".join(f"{'*' if tokens == PLAN_TOKENS[-1] else tokens}:{text}" for tokens, text in steps)
+
+
+def _configure(p: Problem, device: Device, kernel: Kernel) -> Config | Refusal:
+    if kernel.refusal:
+        return Refusal(kernel.name, kernel.refusal)
+    if device.capability < kernel.min_capability or 0 < kernel.max_capability < device.capability:
+        limit = f" to {kernel.max_capability / 10}" if kernel.max_capability else " or newer"
+        return Refusal(kernel.name, f"it is for compute capability {kernel.min_capability / 10}{limit}")
+    if kernel.shared_bytes > device.shared_bytes_per_block:
+        return Refusal(
+            kernel.name,
+            f"it needs {kernel.shared_bytes} bytes of shared memory, of at most {device.shared_bytes_per_block}",
+        )
+    reserved = 1024  # the system's, per block
+    fit = device.shared_bytes_per_multiprocessor // (kernel.shared_bytes + reserved)
+    resident = max(1, min(kernel.blocks_per_multiprocessor, fit))
+    work = ceil(p.M / kernel.token_tile) * ceil(p.N / kernel.row_tile) * ceil(p.K / kernel.k_tile)
+    counts = {min(per_sm * device.multiprocessors, work) for per_sm in range(1, resident + 1)}
+    return min((Config(kernel.name, n, _microseconds(p, device, kernel, n)) for n in counts), key=_time_and_blocks)
+
+
+def _time_and_blocks(config: Config) -> tuple[float, int]:
+    return config.microseconds, config.blocks
+
+
+def _microseconds(p: Problem, device: Device, kernel: Kernel, blocks: int) -> float:
+    sparse = p.scheme.sparsity is not None
+    rows, tokens = ceil(p.N / kernel.row_tile), ceil(p.M / kernel.token_tile)
+    k_tiles = ceil(p.K / kernel.k_tile)
+    steps = ceil(rows * tokens * k_tiles / blocks)  # of a block
+    per_sm = ceil(blocks / device.multiprocessors) * steps  # of the busiest multiprocessor
+    # The clocks that a step keeps the tensor cores, the ALUs (dequantization) and the port to the L2 busy.
+    weights = kernel.row_tile * kernel.k_tile
+    wgmma = kernel.min_capability == 90
+    rates = _rate(_WGMMA, kernel.token_tile) if wgmma else _MMA.get(device.capability, _MMA_GEFORCE)
+    tensor = weights * kernel.token_tile / rates[sparse]
+    alu = weights / (2 if sparse else 1) / _DEQUANTIZED_PER_CLOCK
+    stored_bits = p.scheme.bits_per_weight(p.K)
+    l2 = (kernel.token_tile * kernel.k_tile * 2 + weights * stored_bits / 8) / _L2_BYTES_PER_CLOCK
+    compute_us = per_sm * (max(tensor, alu, l2) + _STEP_CLOCKS) / (device.clock_ghz * _LOADED_CLOCK_SHARE * 1e3)
+    # Weights are streamed once: token tiles of the same rows find them in the L2. Few blocks cannot ask for all of it.
+    streamed = p.N * p.K * stored_bits / 8 + 2 * p.M * (p.N + p.K)
+    idle = min(1.0, blocks / device.multiprocessors)
+    memory_us = streamed / (device.bandwidth_gbs * _BANDWIDTH_SHARE * idle * 1e3)
+    split = steps % k_tiles != 0  # a block's run ends within a tile of y: another block has the rest
+    return _LAUNCH_US + max(compute_us, memory_us) + (_EXCHANGE_US if split else 0.0)
+
+
+def _rate(table: dict[int, tuple[int, int]], tile: int) -> tuple[int, int]:
+    return table[max((t for t in table if t <= tile), default=min(table))]

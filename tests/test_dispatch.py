@@ -1,0 +1,160 @@
+"""The dispatcher on tables of kernels and devices that are written down here: no GPU, no extension."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sparse_marlin import Scheme
+from sparse_marlin.dispatch import (
+    PLAN_TOKENS,
+    Config,
+    Device,
+    Kernel,
+    Problem,
+    Refusal,
+    choose,
+    configurations,
+    explain,
+    plan,
+    why_not,
+)
+
+H200 = Device("H200", 90, 132, 232448, 233472, 1.98, 4916)
+A100 = Device("A100", 80, 108, 166912, 167936, 1.41, 2039)
+RTX_4090 = Device("RTX 4090", 89, 128, 101376, 102400, 2.52, 1008)
+T4 = Device("T4", 75, 40, 65536, 65536, 1.59, 320)
+
+KERNELS = (
+    Kernel("sm80_n16", 80, 0, 16, 128, 64, 48 << 10, 2),
+    Kernel("sm80_n64", 80, 0, 64, 128, 64, 64 << 10, 1),
+    Kernel("sm80_n128", 80, 0, 128, 128, 64, 96 << 10, 1),
+    Kernel("sm90_n8", 90, 90, 8, 128, 256, 104 << 10, 2),
+    Kernel("sm90_n64", 90, 90, 64, 128, 128, 160 << 10, 1),
+    Kernel("sm90_n256", 90, 90, 256, 128, 128, 220 << 10, 1),
+)
+SPARSE, DENSE = Scheme(4, 128, "2:4"), Scheme(4, 128, None)
+
+
+def problem(
+    M: int, N: int = 4096, K: int = 4096, scheme: Scheme = SPARSE, dtype: torch.dtype = torch.float16
+) -> Problem:
+    return Problem(M, N, K, scheme, dtype)
+
+
+def chosen(p: Problem, device: Device) -> str:
+    config = choose(p, device, KERNELS)
+    assert config is not None
+    return config.kernel
+
+
+def test_token_tile_grows_with_the_tokens() -> None:
+    assert [chosen(problem(m, 8192, 28672), H200) for m in (1, 8, 64, 4096)] == [
+        "sm90_n8",
+        "sm90_n8",
+        "sm90_n64",
+        "sm90_n256",
+    ]
+    assert [chosen(problem(m, 8192, 28672), A100) for m in (1, 16, 4096)] == ["sm80_n16", "sm80_n16", "sm80_n128"]
+
+
+def test_other_architectures_kernels_are_refused_with_the_reason() -> None:
+    refused = {r.kernel: r.reason for r in configurations(problem(16), A100, KERNELS) if isinstance(r, Refusal)}
+    assert refused == dict.fromkeys(("sm90_n8", "sm90_n64", "sm90_n256"), "it is for compute capability 9.0 to 9.0")
+    small = replace(RTX_4090, shared_bytes_per_block=50 << 10)
+    refused = {r.kernel: r.reason for r in configurations(problem(16), small, KERNELS) if isinstance(r, Refusal)}
+    assert refused["sm80_n64"] == "it needs 65536 bytes of shared memory, of at most 51200"
+    assert "sm80_n16" not in refused
+
+
+def test_kernel_that_a_scheme_lacks_is_refused_with_its_own_words() -> None:
+    table = [replace(KERNELS[0], refusal="no zero points with INT8"), KERNELS[1]]
+    assert Refusal("sm80_n16", "no zero points with INT8") in configurations(problem(1), A100, table)
+    assert choose(problem(1), A100, table).kernel == "sm80_n64"  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "text"),
+    [
+        (T4, torch.float16, "T4 has compute capability 7.5, the kernels need 8.0 or newer"),
+        (H200, torch.float32, "compute in float16 and bfloat16, not float32"),
+    ],
+)
+def test_what_no_kernel_can_run(device: Device, dtype: torch.dtype, text: str) -> None:
+    p = problem(16, dtype=dtype)
+    assert text in (why_not(p.scheme, dtype, device) or "")
+    assert choose(p, device, KERNELS) is None
+    assert plan(p.N, p.K, p.scheme, dtype, device, KERNELS) is None
+    assert "canonical path" in explain(p, device, KERNELS)
+    assert text in explain(p, device, KERNELS)
+
+
+def test_explanation_names_every_kernel_and_marks_the_choice() -> None:
+    text = explain(problem(8), H200, KERNELS)
+    first, *others = text.splitlines()
+    assert first == "M=8 N=4096 K=4096, 2:4 INT4 group 128, float16 on H200 (compute capability 9.0):"
+    assert [line.startswith("->") for line in others] == [True] + [False] * (len(KERNELS) - 1)
+    assert all(sum(k.name in line for line in others) == 1 for k in KERNELS)
+    assert re.search(r"-> sm90_n8 in \d+ blocks, about \d+\.\d us", text)
+
+
+def test_no_more_blocks_than_work_and_residency() -> None:
+    config = choose(problem(1, 128, 256), H200, KERNELS[3:4])
+    assert config is not None
+    assert config.blocks == 1
+    config = choose(problem(1, 1 << 16, 1 << 14), H200, KERNELS[3:4])
+    assert config is not None
+    assert config.blocks in (132, 264)
+
+
+def test_plan_covers_every_number_of_tokens_in_order() -> None:
+    text = plan(4096, 14336, SPARSE, torch.float16, H200, KERNELS)
+    assert text is not None
+    steps = [re.fullmatch(r"(\d+|\*):(\w+)@(\d+)", step) for step in text.split(" ")]
+    assert all(steps)
+    limits = [s[1] for s in steps if s]
+    assert limits[-1] == "*"
+    assert [int(x) for x in limits[:-1]] == sorted({int(x) for x in limits[:-1]})
+    for tokens in PLAN_TOKENS:
+        config = choose(problem(tokens, 4096, 14336), H200, KERNELS)
+        step = next(s for s in steps if s and (s[1] == "*" or tokens <= int(s[1])))
+        assert config is not None
+        assert (step[2], int(step[3])) == (config.kernel, config.blocks)
+
+
+@given(
+    m=st.integers(1, 10000),
+    n=st.integers(1, 70000),
+    k=st.integers(1, 250).map(lambda i: 128 * i),
+    scheme=st.sampled_from([SPARSE, DENSE, Scheme(8, 64, None, False), Scheme(8, -1, "2:4")]),
+    device=st.sampled_from([H200, A100, RTX_4090]),
+    seed=st.permutations(range(len(KERNELS))),
+)
+def test_choice_is_valid_and_independent_of_the_order_of_the_table(
+    m: int, n: int, k: int, scheme: Scheme, device: Device, seed: list[int]
+) -> None:
+    p = problem(m, n, k, scheme)
+    config = choose(p, device, KERNELS)
+    assert config is not None
+    kernel = next(x for x in KERNELS if x.name == config.kernel)
+    assert kernel.min_capability <= device.capability
+    assert kernel.shared_bytes <= device.shared_bytes_per_block
+    assert 1 <= config.blocks <= 2 * device.multiprocessors
+    assert choose(p, device, [KERNELS[i] for i in seed]) == config
+    configs = [c for c in configurations(p, device, KERNELS) if isinstance(c, Config)]
+    assert config.microseconds == min(c.microseconds for c in configs)
+
+
+def test_reads_what_the_extension_tells() -> None:
+    assert Kernel.parse("sm90_n8 90 90 8 128 256 106496 2 ") == KERNELS[3]
+    assert Kernel.parse("a 80 0 0 0 0 0 0 no such group size") == Kernel(
+        "a", 80, 0, 0, 0, 0, 0, 0, "no such group size"
+    )
+    device = Device.parse("H200", [90, 132, 232448, 233472, 1980000, 3201000, 6144])
+    assert device == replace(H200, bandwidth_gbs=device.bandwidth_gbs)
+    assert device.bandwidth_gbs == pytest.approx(4916, abs=1)
