@@ -13,8 +13,10 @@ from __future__ import annotations
 import argparse
 import copy
 import json
+import os
 import platform
 import resource
+import subprocess
 import sys
 import time
 from datetime import datetime, timezone
@@ -107,6 +109,7 @@ def main() -> None:
         )
     if args.json:
         meta = {
+            "commit": _commit(),
             "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
             "command": " ".join(["python", *sys.argv]),
             "device": torch.cuda.get_device_name() if args.device != "cpu" else f"{platform.machine()} CPU",
@@ -123,6 +126,13 @@ def main() -> None:
         }
         args.json.parent.mkdir(parents=True, exist_ok=True)
         args.json.write_text(json.dumps({"meta": meta, "rows": rows}, indent=1) + "\n", encoding="utf-8")
+
+
+def _commit() -> str:
+    """The commit that is measured; $SPARSE_MARLIN_COMMIT where the tree came without its history."""
+    given = os.environ.get("SPARSE_MARLIN_COMMIT")
+    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
+    return given or subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
 
 def _peak_gb(device: str) -> float:
