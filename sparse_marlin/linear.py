@@ -21,8 +21,9 @@ class CompressedLinear(nn.Module):
     where they apply, ``meta``, ``zero_point``, ``g_idx`` and ``bias``. ``.to(dtype)`` casts scales and bias alone; the
     dtype of the scales is the dtype of the inputs that the layer takes.
 
-    On a GPU the large tensors, ``qweight`` and ``meta``, are exchanged for the form that kernels read (:meth:`prepare`),
-    so that the weight is not there twice. They are None then; ``packed`` and the state dict make them again.
+    On a GPU the large tensors, ``qweight`` and ``meta``, are exchanged for the form that kernels read
+    (:meth:`prepare`), so that the weight is not there twice. They are None then; ``packed`` and the state dict make
+    them again.
 
     Args:
         packed: the weight [N, K].
