@@ -33,7 +33,7 @@ struct Sm80Config {
   static constexpr int FRAGMENT_K = layout::fragment_k(Weights::BITS, Weights::SPARSE);
   static constexpr int MMA_K = layout::mma_k(Weights::SPARSE);
   static constexpr int WARP_K = K_TILE / WARPS_K;             // columns of a stage that one warp multiplies
-  static constexpr int GROUP = Weights::GROUP;                // columns per scale; 128 also stands for a whole row
+  static constexpr int GROUP = Weights::GROUP;                // columns that take one scale: a group, or a part of one
   static constexpr int STAGE_GROUPS = K_TILE / GROUP;
   static constexpr int SCALE_BYTES = layout::panel_scale_bytes(Weights::ZERO_POINTS);  // of one panel and group
 
@@ -71,6 +71,7 @@ template <class T> struct Sm80Args {
   int64_t x_stride;
   int64_t panel_codes, panel_meta, panel_scales;  // bytes
   int group_step;                                 // bytes from one group's scales to the next; 0 where a row has one scale
+  int runs_log2;                                  // a group has 2 ** runs_log2 runs of C::GROUP columns
   int M, N, K, m_tiles;
   Partition partition;
 };
@@ -121,7 +122,7 @@ __global__ void __launch_bounds__(C::THREADS, C::BLOCKS_PER_SM) gemm_sm80(const 
 #pragma unroll
       for (int j = 0; j < C::STAGE_GROUPS; ++j)
         copy_run<C, C::SCALE_BYTES>(base + S::scales + slot * S::SCALES + (i * C::STAGE_GROUPS + j) * C::SCALE_BYTES,
-                                    p.scales + panel * p.panel_scales + int64_t(walk.k * C::STAGE_GROUPS + j) * p.group_step);
+                                    p.scales + panel * p.panel_scales + int64_t((walk.k * C::STAGE_GROUPS + j) >> p.runs_log2) * p.group_step);
     }
     const int column = walk.k * C::K_TILE + x_chunk * 8;
     const uint32_t x_bytes = column < p.K ? 16 : 0;  // zeros past K

@@ -1,10 +1,11 @@
 // From a Problem to a launch of gemm_sm80. Host code.
 #pragma once
 #include <algorithm>
+#include <bit>
 #include <climits>
 
 #include "common/gemm_sm80.cuh"
-#include "gemm.h"
+#include "common/instances.h"
 
 namespace sparse_marlin {
 
@@ -23,7 +24,7 @@ template <class C> std::string start_sm80(const Problem& p, int blocks, cudaStre
   const int64_t m_tiles = ceil_div(p.M, C::TOKENS), tiles = ceil_div(p.N, C::ROWS) * m_tiles, k_tiles = ceil_div(p.K, C::K_TILE);
   if (tiles * k_tiles > INT_MAX) return "the problem is too large: more than 2^31 work units";
   const int group_bytes = layout::panel_scale_bytes(C::Weights::ZERO_POINTS);
-  const bool one_group = p.scheme.group_size == -1;
+  const int group = p.scheme.group_size;  // columns, or -1
 
   Sm80Args<T> a;
   a.weights = static_cast<const uint8_t*>(p.weights);
@@ -37,12 +38,21 @@ template <class C> std::string start_sm80(const Problem& p, int blocks, cudaStre
   a.x_stride = p.x_stride;
   a.panel_codes = layout::panel_code_bytes(padded_k, C::Weights::BITS, C::Weights::SPARSE);
   a.panel_meta = layout::panel_meta_bytes(padded_k);
-  a.panel_scales = (one_group ? 1 : padded_k / C::GROUP) * group_bytes;
-  a.group_step = one_group ? 0 : group_bytes;
+  a.panel_scales = (group == -1 ? 1 : padded_k / group) * group_bytes;
+  a.group_step = group == -1 ? 0 : group_bytes;
+  a.runs_log2 = group == -1 ? 0 : std::countr_zero(unsigned(group / C::GROUP));
   a.M = p.M, a.N = p.N, a.K = p.K, a.m_tiles = int(m_tiles);
   a.partition = {int(k_tiles), int(tiles * k_tiles), int(std::min<int64_t>(blocks, tiles * k_tiles))};
   const cudaError_t error = launch(gemm_sm80<C>, a.partition.blocks, C::THREADS, Sm80Shared<C>::bytes, stream, a);
   return error == cudaSuccess ? "" : std::string("launch failed: ") + cudaGetErrorString(error);
+}
+
+template <Float16 DTYPE> using Scalar = std::conditional_t<DTYPE == Float16::HALF, half, __nv_bfloat16>;
+
+template <class C> Instance instance_sm80(const char* config) {
+  using W = typename C::Weights;
+  const Float16 dtype = ptx::is_bf16<typename C::T> ? Float16::BFLOAT16 : Float16::HALF;
+  return {config, {dtype, W::BITS, W::GROUP, W::SPARSE, W::ZERO_POINTS}, shape_sm80<C>(), start_sm80<C>};
 }
 
 }  // namespace sparse_marlin

@@ -28,7 +28,7 @@ struct Partition {
 // Goes through one block's units: tiles downwards, K upwards within a tile.
 struct Walk {
   int first, end;        // the units of the run that no piece has covered yet
-  int tile, k, k_end;    // the piece: the K tiles [k, k_end) of a tile
+  int tile = 0, k, k_end;  // the piece: the K tiles [k, k_end) of a tile
   int k_tiles;
 
   PTX_INLINE Walk(const Partition& p, int block) : first(p.begin(block)), end(p.begin(block + 1)), k_tiles(p.k_tiles) {
