@@ -15,7 +15,7 @@ struct CUstream_st;  // cudaStream_t is CUstream_st*
 namespace sparse_marlin {
 
 constexpr int ROW_PANEL = 128;  // a prepared weight has ceil(N / 128) panels of rows
-constexpr int K_PANEL = 128;    // and ceil(K / 128) * 128 columns; padding has scale 0
+constexpr int K_PANEL = 256;    // and K rounded up to 256 columns; padding has scale 0
 
 enum class Float16 { HALF, BFLOAT16 };
 

@@ -39,8 +39,9 @@ template <int PENDING> PTX_INLINE void wgmma_wait() {
                " {" PTX_T##R "}, {" w_text "}, " x_text ", " meta_text ", 1, 1, 1, 0;"                 \
                : PTX_D##R(0)                                                                           \
                : "r"(w[0]), "r"(w[1]), "r"(w[2]), "r"(w[3]), "l"(x), "r"(meta), "n"(SELECTOR))
-// d[64 x n] += w[64 x 16] * x[16 x n], or w[64 x 32, 2:4] * x[32 x n], for the n that is twice the length of d; x is the
-// descriptor of an n x k tile, k contiguous. Operands after the R accumulators have numbers that must be written out.
+// d[64 x n] += w[64 x 16] * x[16 x n], or w[64 x 32, 2:4] * x[32 x n], for the n that is twice the length of d; x is
+// the descriptor of an n x k tile, k contiguous. The operands after the R accumulators have numbers that must be
+// written out.
 #define PTX_WGMMA(R, N, w_text, x_text, meta_text)                                                     \
   template <class T> PTX_INLINE void wgmma(float (&d)[R], const uint32_t (&w)[4], uint64_t x) {        \
     PTX_FLOAT16(T);                                                                                    \

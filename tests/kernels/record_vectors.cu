@@ -1,9 +1,11 @@
-// Runs every instruction that the emulator models on fixed inputs and writes what comes out. Built by nvcc and run on a GPU
-// it records the fixture; built by g++ it runs in the emulator; test_vectors.py compares the two.
+// Runs every instruction that the emulator models on fixed inputs and writes what comes out. Built by nvcc and run on a
+// GPU it records the fixture; built by g++ it runs in the emulator; test_vectors.py compares the two.
 //
-// usage: record_vectors FILE [inputs]     with `inputs`, the inputs are written too
+//   nvcc -std=c++20 -O2 -Icsrc -gencode arch=compute_90a,code=sm_90a -o record_vectors tests/kernels/record_vectors.cu
+//   ./record_vectors tests/kernels/data/h200_vectors.bin
 //
-// A file is a row of sections, each a line "name hash words\n" and that many 32-bit words; the hash is that of the inputs.
+// With a second argument, `inputs`, the inputs are written too. A file is a row of sections, each a line
+// "name hash words\n" and that many 32-bit words; the hash is that of the inputs.
 #include <cstdio>
 #include <cstring>
 #include <string>
@@ -37,7 +39,7 @@ static float random_float(Random& r, Kind kind) {
   if (kind == WIDE) scale = float(1 << r.below(14)) / 512.f;
   return sign * fraction * scale;
 }
-// The nearest 16-bit number of a value that is normal in either format; ties go away from zero, which does not matter here.
+// The nearest 16-bit number of a value that is normal in either format; ties go away from zero, which is as good here.
 static uint16_t to_float16(float f, bool bf16) {
   const uint32_t u = float_bits(f);
   if (bf16 || f == 0) return uint16_t((u + (f == 0 ? 0 : 0x8000)) >> 16);
@@ -67,8 +69,9 @@ static void write_section(const std::string& name, uint64_t hash, const std::vec
   std::fprintf(file, "%s %016llx %zu\n", name.c_str(), static_cast<unsigned long long>(hash), words.size());
   std::fwrite(words.data(), 4, words.size(), file);
 }
-// Runs `kernel` (input words, output words) on a grid and writes a section.
-static void record(const std::string& name, void (*kernel)(const uint32_t*, uint32_t*), unsigned blocks, unsigned threads,
+using Kernel = void(const uint32_t* in, uint32_t* out);
+// Runs a kernel on a grid and writes a section.
+static void record(const std::string& name, Kernel* kernel, unsigned blocks, unsigned threads,
                    const std::vector<uint32_t>& in, size_t out_words) {
   constexpr size_t SHARED = 4096;
   uint64_t hash = 0xcbf29ce484222325ull;
@@ -130,11 +133,12 @@ template <class T> static void record_mma(const std::string& type) {
   }
 }
 
-// ---------------------------------------------------------------- wgmma n8: a tile of tokens, then per thread w, accumulators, metadata
+// ---------------------------------------------------------------- wgmma n8
+// A tile of tokens, then per thread w, accumulators, metadata.
 constexpr int TILE_WORDS = 8 * 64 / 2;  // 8 tokens x k64, the whole swizzle atom
 enum class Step { DENSE, SPARSE0, SPARSE1 };
 template <class T, Step STEP> __global__ void k_wgmma(const uint32_t* in, uint32_t* out) {
-#if PTX_SM90
+#if PTX_SM90A
   constexpr int WORDS = 4 + 4 + 1;
   DYNAMIC_SHARED(smem);
   const uint32_t tile = ptx::smem_addr(smem);
@@ -145,7 +149,8 @@ template <class T, Step STEP> __global__ void k_wgmma(const uint32_t* in, uint32
   const uint32_t w[4] = {in[0], in[1], in[2], in[3]}, meta = in[8];
   float d[4];
   for (int i = 0; i < 4; ++i) d[i] = __uint_as_float(in[4 + i]);
-  const uint64_t x = uint64_t((tile & 0x3ffff) >> 4) | uint64_t(1) << 16 | uint64_t(1024 >> 4) << 32 | uint64_t(1) << 62;
+  constexpr uint64_t SWIZZLE128 = uint64_t(1) << 62, STRIDE = uint64_t(1024 >> 4) << 32, LEADING = uint64_t(1) << 16;
+  const uint64_t x = SWIZZLE128 | STRIDE | LEADING | (tile & 0x3ffff) >> 4;
   ptx::wgmma_fence();
   if constexpr (STEP == Step::DENSE) ptx::wgmma<T>(d, w, x);
   else ptx::wgmma_sp<T, STEP == Step::SPARSE0 ? 0 : 1>(d, w, x, meta);
@@ -171,7 +176,7 @@ template <class T> static void record_wgmma(const std::string& type) {
   }
 }
 
-// ---------------------------------------------------------------- ldmatrix: 32 rows of 16 bytes, then the row of each lane
+// ---------------------------------------------------------------- ldmatrix: 32 rows of 16 bytes, each lane's row
 constexpr int ROW_WORDS = 4, ROWS = 32;
 template <int COUNT, bool TRANS> __global__ void k_ldmatrix(const uint32_t* in, uint32_t* out) {
   DYNAMIC_SHARED(smem);
@@ -211,7 +216,7 @@ template <int BYTES> static void record_cp_async() {
 }
 
 // ---------------------------------------------------------------- arithmetic on pairs, from three words of any bits
-constexpr int TRIPLES = 512, ARITHMETIC = 5;
+constexpr int TRIPLES = 256, ARITHMETIC = 5;
 template <class T> __global__ void k_arithmetic(const uint32_t* in, uint32_t* out) {
   const int thread = blockIdx.x * 32 + threadIdx.x;
   const uint32_t a = in[thread * 3], b = in[thread * 3 + 1], c = in[thread * 3 + 2];
@@ -234,15 +239,21 @@ template <class T> __global__ void k_intrinsics(const uint32_t* in, uint32_t* ou
 }
 template <class T> static void record_arithmetic(const std::string& type) {
   Random r{600};
-  std::vector<uint32_t> any, near;  // near: magnitudes that meet, so that sums cancel and round
+  // near: magnitudes that meet, so that sums cancel and round. codes: what dequantization multiplies, that is 8-bit
+  // codes as subnormal patterns and large scales.
+  std::vector<uint32_t> any, near, codes;
+  const bool bf16 = ptx::is_bf16<T>;
   for (int i = 0; i < TRIPLES * 3; ++i) {
     any.push_back(r.bits());
-    const uint32_t exponents = ptx::is_bf16<T> ? 0x3f003f00 : 0x38003800, mask = ptx::is_bf16<T> ? 0x83ff83ff : 0x87ff87ff;
-    near.push_back((r.bits() & mask) | exponents);
+    near.push_back((r.bits() & (bf16 ? 0x83ff83ff : 0x87ff87ff)) | (bf16 ? 0x3f003f00 : 0x38003800));
+    const uint32_t scale = (r.bits() & 0x03ff03ff) | (bf16 ? 0x7c007c00 : 0x68006800);
+    codes.push_back(i % 3 == 0 ? r.bits() & 0x00ff00ff : i % 3 == 1 ? scale : bf16 ? 0xbf00bf00 : 0xb800b800);
   }
   constexpr int OUT = TRIPLES * ARITHMETIC;
   record("arithmetic.any." + type, k_arithmetic<T>, TRIPLES / 32, 32, any, OUT);
+  record("arithmetic.codes." + type, k_arithmetic<T>, TRIPLES / 32, 32, codes, OUT);
   record("arithmetic.near." + type, k_arithmetic<T>, TRIPLES / 32, 32, near, OUT);
+  record("intrinsics.codes." + type, k_intrinsics<T>, TRIPLES / 32, 32, codes, OUT);
   record("intrinsics.near." + type, k_intrinsics<T>, TRIPLES / 32, 32, near, OUT);
 }
 
@@ -251,7 +262,8 @@ __global__ void k_bits(const uint32_t* in, uint32_t* out) {
   const uint32_t a = in[threadIdx.x * 3], b = in[threadIdx.x * 3 + 1], c = in[threadIdx.x * 3 + 2];
   const uint32_t results[] = {
       ptx::prmt<0x5140>(a, b), ptx::prmt<0x0123>(a, b), ptx::prmt<0xb8a9>(a, b), __byte_perm(a, b, c & 0x7777),
-      ptx::lop3<0xea>(a, b, c), ptx::lop3<0x96>(a, b, c), ptx::lop3<0xca>(a, b, c), ptx::and_or<0x000f000f, 0x64006400>(a),
+      ptx::lop3<0xea>(a, b, c), ptx::lop3<0x96>(a, b, c), ptx::lop3<0xca>(a, b, c),
+      ptx::and_or<0x000f000f, 0x64006400>(a),
       __shfl_sync(~0u, a, int(c & 31)), __shfl_sync(~0u, a, int(c & 31), 8), __shfl_xor_sync(~0u, a, 5),
       __shfl_xor_sync(~0u, a, 12, 8), __shfl_up_sync(~0u, a, 3), __shfl_up_sync(~0u, a, 3, 16),
       __shfl_down_sync(~0u, a, 9), __shfl_down_sync(~0u, a, 2, 4), __ballot_sync(~0u, int(a & 1)),

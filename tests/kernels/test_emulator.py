@@ -86,7 +86,7 @@ def test_planted_fault_is_found(driver: str, fault: str, executables: dict[tuple
 
 
 def test_a_reader_that_does_not_wait_is_caught_by_some_seed(executables: dict[tuple[str, str], Path]) -> None:
-    """Relaxed words order nothing, so only the values can be wrong, and only if the schedule lets the reader go first."""
+    """Relaxed words order nothing: only values can be wrong, and only where the schedule lets the reader go first."""
     statuses = {build.run(executables["ops", "plain"], "mailbox_no_wait", seed).returncode for seed in range(8)}
     assert WRONG_VALUES in statuses
 

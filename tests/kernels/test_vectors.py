@@ -1,6 +1,6 @@
 """The emulator's instructions against what an H200 made of the same inputs.
 
-`data/h200_vectors.bin` was recorded with `record_vectors.cu` (its head and CONTRIBUTING say how).
+`data/h200_vectors.bin` was recorded with `record_vectors.cu`, whose head says how.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ EXACT = [
     *(f"cp_async_{size}" for size in (4, 8, 16)),
     *(
         f"{name}.{dtype}"
-        for name in ("arithmetic.any", "arithmetic.near", "intrinsics.near")
+        for name in ("arithmetic.any", "arithmetic.codes", "arithmetic.near", "intrinsics.codes", "intrinsics.near")
         for dtype in ("f16", "bf16")
     ),
     "bits",
@@ -43,7 +43,7 @@ def emulated(tmp_path_factory: pytest.TempPathFactory) -> dict[str, vectors.Sect
 
 @pytest.fixture(scope="module")
 def recorded(emulated: dict[str, vectors.Section]) -> dict[str, vectors.Section]:
-    assert RECORDED.exists(), f"{RECORDED} is missing: build record_vectors.cu with nvcc and run it on an H200"
+    assert RECORDED.exists(), f"{RECORDED} is missing: record_vectors.cu says how to record it on an H200"
     sections = vectors.read_sections(RECORDED)
     for name, section in sections.items():
         assert section.input_hash == emulated[name].input_hash, f"{name} was recorded from other inputs: record again"

@@ -100,8 +100,8 @@ def sums_of(name: str, words: Words) -> Sums:
 def truncating_sum(sums: Sums, block: int, extra_bits: int) -> NDArray[np.float32]:
     """A model of tensor cores, after Fasi et al., "Numerical behavior of NVIDIA tensor cores" (PeerJ CS, 2021).
 
-    Products of `block` terms and the running sum are aligned to the largest exponent among them, cut to 23 + `extra_bits`
-    fraction bits, added exactly, and the result is cut to a float.
+    Products of `block` terms and the running sum are aligned to the largest exponent among them, cut to
+    23 + `extra_bits` fraction bits, added exactly, and the result is cut to a float.
     """
     total = sums.start
     for first in range(0, 16, block):

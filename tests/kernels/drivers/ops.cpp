@@ -207,9 +207,12 @@ static void check_bf16_arithmetic() {
     const uint16_t near = uint16_t(emu_bits<uint32_t>(float(exact)) >> 16);
     uint16_t best = near;
     for (uint16_t candidate : {uint16_t(near - 1), uint16_t(near + 1)}) {
-      const __float128 e = __float128(emu::bf16_to_float(candidate)) - exact, f = __float128(emu::bf16_to_float(best)) - exact;
-      const __float128 ae = e < 0 ? -e : e, af = f < 0 ? -f : f;
-      if (ae < af || (ae == af && candidate % 2 == 0)) best = candidate;
+      auto distance = [&](uint16_t bits) {
+        const __float128 d = __float128(emu::bf16_to_float(bits)) - exact;
+        return d < 0 ? -d : d;
+      };
+      const __float128 mine = distance(candidate), others = distance(best);
+      if (mine < others || (mine == others && candidate % 2 == 0)) best = candidate;
     }
     return best;
   };

@@ -1,5 +1,5 @@
-// Atomics and fences. Atomics are relaxed, as on the device: what a block wrote before one reaches another block only if
-// a __threadfence stands between the write and the atomic, and between the other block's atomic and its read.
+// Atomics and fences. Atomics are relaxed, as on the device: what a block wrote before one reaches another block only
+// if a __threadfence stands between the write and the atomic, and between the other block's atomic and its read.
 #pragma once
 #include "emu.h"
 
@@ -31,7 +31,9 @@ template <class T, class F> EMU_ATOMIC T atomic_update(T* p, Order order, F f) {
 inline void __threadfence() { emu::fence(); }
 inline void __threadfence_block() {}
 
-template <class T> T atomicAdd(T* p, T v) { return emu::atomic_update(p, emu::RELAXED, [=](T old) { return T(old + v); }); }
+template <class T> T atomicAdd(T* p, T v) {
+  return emu::atomic_update(p, emu::RELAXED, [=](T old) { return T(old + v); });
+}
 template <class T> T atomicExch(T* p, T v) { return emu::atomic_update(p, emu::RELAXED, [=](T) { return v; }); }
 template <class T> T atomicMax(T* p, T v) {
   return emu::atomic_update(p, emu::RELAXED, [=](T old) { return old < v ? v : old; });

@@ -27,8 +27,9 @@ static float fma_to_odd(float a, float b, float c) {
   const double product = double(a) * b, sum = product + c;  // the product is exact
   const double back = sum - product, error = (product - (sum - back)) + (c - back);
   double d = sum;
-  uint64_t d_bits = std::bit_cast<uint64_t>(d);
-  if (std::isfinite(sum) && error != 0 && d_bits % 2 == 0) d = std::bit_cast<double>((error > 0) == (sum > 0) ? d_bits + 1 : d_bits - 1);
+  const uint64_t d_bits = std::bit_cast<uint64_t>(d);
+  if (std::isfinite(sum) && error != 0 && d_bits % 2 == 0)
+    d = std::bit_cast<double>((error > 0) == (sum > 0) ? d_bits + 1 : d_bits - 1);
   float f = float(d);
   const uint32_t f_bits = std::bit_cast<uint32_t>(f);
   if (std::isfinite(d) && f != d && f_bits % 2 == 0)

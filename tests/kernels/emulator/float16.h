@@ -47,9 +47,15 @@ template <class F> emu::Scalar16<F> __hneg(emu::Scalar16<F> a) { return emu::Sca
 template <class F> emu::Scalar16<F> __hfma(emu::Scalar16<F> a, emu::Scalar16<F> b, emu::Scalar16<F> c) {
   return emu::Scalar16<F>::raw(F::fma(a.bits, b.bits, c.bits));
 }
-template <class F> emu::Pair16<F> __hadd2(emu::Pair16<F> a, emu::Pair16<F> b) { return {__hadd(a.x, b.x), __hadd(a.y, b.y)}; }
-template <class F> emu::Pair16<F> __hsub2(emu::Pair16<F> a, emu::Pair16<F> b) { return {__hsub(a.x, b.x), __hsub(a.y, b.y)}; }
-template <class F> emu::Pair16<F> __hmul2(emu::Pair16<F> a, emu::Pair16<F> b) { return {__hmul(a.x, b.x), __hmul(a.y, b.y)}; }
+template <class F> emu::Pair16<F> __hadd2(emu::Pair16<F> a, emu::Pair16<F> b) {
+  return {__hadd(a.x, b.x), __hadd(a.y, b.y)};
+}
+template <class F> emu::Pair16<F> __hsub2(emu::Pair16<F> a, emu::Pair16<F> b) {
+  return {__hsub(a.x, b.x), __hsub(a.y, b.y)};
+}
+template <class F> emu::Pair16<F> __hmul2(emu::Pair16<F> a, emu::Pair16<F> b) {
+  return {__hmul(a.x, b.x), __hmul(a.y, b.y)};
+}
 template <class F> emu::Pair16<F> __hneg2(emu::Pair16<F> a) { return {__hneg(a.x), __hneg(a.y)}; }
 template <class F> emu::Pair16<F> __hfma2(emu::Pair16<F> a, emu::Pair16<F> b, emu::Pair16<F> c) {
   return {__hfma(a.x, b.x, c.x), __hfma(a.y, b.y, c.y)};

@@ -299,7 +299,8 @@ void run_grid(dim3 grid, dim3 block, size_t dynamic_shared, const std::function<
   const unsigned threads = block.x * block.y * block.z;
   if (total == 0 || threads == 0) fail("an empty grid or block");
   if (threads > MAX_WARPS * 32) fail("%u threads per block, more than %u", threads, MAX_WARPS * 32);
-  if (dynamic_shared > MAX_DYNAMIC) fail("%zu bytes of dynamic shared memory, more than %u", dynamic_shared, MAX_DYNAMIC);
+  if (dynamic_shared > MAX_DYNAMIC)
+    fail("%zu bytes of dynamic shared memory, more than %u", dynamic_shared, MAX_DYNAMIC);
   state.random = 0x9e3779b97f4a7c15ull * (options.seed + 1);
   state.kernel = &kernel;
   state.idle_rounds = 0;

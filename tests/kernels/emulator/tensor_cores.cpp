@@ -1,5 +1,5 @@
-// ldmatrix, mma and wgmma. Products are summed exactly (in double) and rounded once, where tensor cores truncate: results
-// agree bit for bit where a sum fits a float, and closely elsewhere (see test_vectors.py).
+// ldmatrix, mma and wgmma. Products are summed in double and rounded once, where tensor cores truncate: results agree
+// bit for bit where a sum fits a float, and closely elsewhere (see test_vectors.py).
 #include "state.h"
 
 namespace emu {
@@ -51,8 +51,8 @@ template <class W, class S> void expand(Weights& out, Float16 type, W registers,
           const uint32_t nibble = sparsity(holder).meta >> (16 * (row >> 3) + 4 * (group & 3)) & 15;
           const unsigned first = nibble & 3, second = nibble >> 2;
           if (first >= second)
-            fail("2:4 metadata of row %u, group %u: indices %u and %u do not increase (lane %u, selector %u)", row, group,
-                 first, second, holder, selector);
+            fail("2:4 metadata of row %u, group %u: indices %u and %u do not increase (lane %u, selector %u)", row,
+                 group, first, second, holder, selector);
           k = 4 * group + (half ? second : first);
         }
         out[row][k] = to_float(uint16_t(registers(l)[r] >> 16 * half), type);

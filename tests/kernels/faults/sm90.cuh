@@ -45,6 +45,7 @@ PTX_INLINE uint64_t swizzled_tile(uint32_t addr) {
 
 template <class C, Sm90Fault FAULT = Sm90Fault::NONE>
 __global__ void __launch_bounds__(C::THREADS, 1) w4_sm90(W4Args p, const __grid_constant__ ptx::TensorMap x_map) {
+#if PTX_SM90A
   using L = Sm90Layout<C>;
   using F = Sm90Fault;
   DYNAMIC_SHARED(smem);
@@ -122,4 +123,5 @@ __global__ void __launch_bounds__(C::THREADS, 1) w4_sm90(W4Args p, const __grid_
     const int m = m0 + i / 4 * 8 + 2 * t + (i & 1), n = n0 + warp * 16 + g + 8 * (i >> 1 & 1);
     if (m < p.M) p.y[size_t(m) * p.N + n] = __float2half(acc[i]);
   }
+#endif
 }

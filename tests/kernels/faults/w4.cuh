@@ -1,5 +1,5 @@
-// Pieces shared by the two kernels into which faults are planted: y[M,N] = x[M,K] * w[N,K]^T, w 2:4-sparse int4 with one
-// scale per group of 128. They exercise the emulator; the library's kernels are in csrc/.
+// Pieces shared by the two kernels into which faults are planted: y[M,N] = x[M,K] * w[N,K]^T, w 2:4-sparse int4 with
+// one scale per group of 128. They exercise the emulator; the library's kernels are in csrc/.
 #pragma once
 #include "common/ptx.cuh"
 

@@ -1,0 +1,279 @@
+// The kernel for sm_80 and later: warp-level mma with the weights as operand A, a ring of cp.async stages, stream-K.
+//
+//     y tile = ROWS output features x TOKENS.  A stage = K_TILE columns of it: codes, metadata, scales and x, each in a slot
+//     of its own (a group's scales are copied again for every stage that needs them: never shared between stages in flight).
+//
+//     warps       WARPS_N next to each other, 16 * FRAGMENTS rows each, times WARPS_K that split a stage's columns
+//                 and add up at the end of a piece
+//
+// Weights::multiply is the one step in which dense (csrc/dense) and 2:4 (csrc/sparse24) differ, next to the metadata.
+#pragma once
+#include "common/dequant.cuh"
+#include "common/epilogue.cuh"
+#include "common/layout.h"
+#include "common/partition.cuh"
+#include "common/ptx.cuh"
+
+namespace sparse_marlin {
+
+// Weights: what is stored and how it is multiplied, see dense/sm80.cuh and sparse24/sm80.cuh.
+template <class Weights_, int TOKENS_, int WARPS_N_, int WARPS_K_, int K_TILE_, int STAGES_, int BLOCKS_PER_SM_>
+struct Sm80Config {
+  using Weights = Weights_;
+  using T = typename Weights::T;
+  static constexpr int TOKENS = TOKENS_, WARPS_N = WARPS_N_, WARPS_K = WARPS_K_, K_TILE = K_TILE_, STAGES = STAGES_;
+  static constexpr int BLOCKS_PER_SM = BLOCKS_PER_SM_;
+  static constexpr int FRAGMENTS = 2;  // per warp: each x fragment is used twice
+  static constexpr int ROWS = WARPS_N * FRAGMENTS * layout::FRAGMENT_ROWS;
+  static constexpr int PANELS = ROWS / layout::PANEL_ROWS;
+  static constexpr int THREADS = WARPS_N * WARPS_K * 32, EPILOGUE_THREADS = WARPS_N * 32;
+  static constexpr int N8 = TOKENS / 8;
+  static constexpr int ACCUMULATORS = FRAGMENTS * N8;  // groups of four per lane
+
+  static constexpr int FRAGMENT_K = layout::fragment_k(Weights::BITS, Weights::SPARSE);
+  static constexpr int MMA_K = layout::mma_k(Weights::SPARSE);
+  static constexpr int WARP_K = K_TILE / WARPS_K;             // columns of a stage that one warp multiplies
+  static constexpr int GROUP = Weights::GROUP;                // columns per scale; 128 also stands for a whole row
+  static constexpr int STAGE_GROUPS = K_TILE / GROUP;
+  static constexpr int SCALE_BYTES = layout::panel_scale_bytes(Weights::ZERO_POINTS);  // of one panel and group
+
+  static_assert(TOKENS % 8 == 0 && ROWS % layout::PANEL_ROWS == 0);
+  static_assert(K_TILE % GROUP == 0 && K_TILE % layout::META_K == 0 && WARP_K % FRAGMENT_K == 0);
+  static_assert(WARP_K % GROUP == 0 || GROUP % WARP_K == 0);
+  static_assert(THREADS % (K_TILE / 8) == 0 && THREADS / (K_TILE / 8) % 8 == 0, "a thread copies one column chunk of x");
+};
+
+// Dynamic shared memory, the same for host and kernel.
+template <class C> struct Sm80Shared {
+  static constexpr int CODES = C::PANELS * int(layout::panel_code_bytes(C::K_TILE, C::Weights::BITS, C::Weights::SPARSE));
+  static constexpr int META = C::Weights::SPARSE ? C::PANELS * int(layout::panel_meta_bytes(C::K_TILE)) : 0;
+  static constexpr int SCALES = C::PANELS * C::STAGE_GROUPS * C::SCALE_BYTES;
+  static constexpr int X = C::TOKENS * C::K_TILE * 2;
+  static constexpr int PARTIAL = (C::WARPS_K - 1) * C::ACCUMULATORS * C::EPILOGUE_THREADS * 16;
+
+  static constexpr int x = 0;  // first, because ldmatrix rows are swizzled within 128 bytes
+  static constexpr int codes = x + C::STAGES * X + SHARED_GUARD;
+  static constexpr int meta = codes + C::STAGES * CODES + SHARED_GUARD;
+  static constexpr int scales = meta + C::STAGES * META + SHARED_GUARD;
+  static constexpr int partial = scales + C::STAGES * SCALES + SHARED_GUARD;
+  static constexpr int bytes = partial + PARTIAL + SHARED_GUARD;
+  PTX_INLINE static void place_guards(uint8_t* smem) {
+    for (int end : {codes, meta, scales, partial, bytes}) shared_guard(smem + end - SHARED_GUARD);
+  }
+};
+
+template <class T> struct Sm80Args {
+  const uint8_t *weights, *meta, *scales;
+  const float* row_scales;
+  const T *x, *bias;
+  T* y;
+  uint4* workspace;
+  int64_t x_stride;
+  int64_t panel_codes, panel_meta, panel_scales;  // bytes
+  int group_step;                                 // bytes from one group's scales to the next; 0 where a row has one scale
+  int M, N, K, m_tiles;
+  Partition partition;
+};
+
+// Copies BYTES contiguous bytes with all threads of the block.
+template <class C, int BYTES> PTX_INLINE void copy_run(uint32_t dst, const uint8_t* src) {
+  constexpr int PER_ROUND = C::THREADS * 16;
+#pragma unroll
+  for (int i = 0; i < BYTES; i += PER_ROUND) {
+    const int at = i + int(threadIdx.x) * 16;
+    if (BYTES - i >= PER_ROUND || at < BYTES) ptx::cp_async<16>(dst + at, src + at);
+  }
+}
+
+template <class C>
+__global__ void __launch_bounds__(C::THREADS, C::BLOCKS_PER_SM) gemm_sm80(const Sm80Args<typename C::T> p) {
+  using S = Sm80Shared<C>;
+  using W = typename C::Weights;
+  using T = typename C::T;
+  using namespace layout;
+  DYNAMIC_SHARED(smem);
+  const uint32_t base = ptx::smem_addr(smem);
+  if (threadIdx.x == 0) S::place_guards(smem);
+  // The rows of x that the last token tile does not fill are zero from here on, and never copied.
+  const int tail = p.M - (p.m_tiles - 1) * C::TOKENS;
+  for (int i = threadIdx.x; i < C::STAGES * S::X / 16; i += C::THREADS)
+    if (i / 8 % C::TOKENS >= tail) ptx::store_shared(base + S::x + i * 16, make_uint4(0, 0, 0, 0));
+  __syncthreads();
+
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
+  const int warp_n = warp % C::WARPS_N, warp_k = warp / C::WARPS_N;
+
+  // ---- fetch: one stage, by all threads
+  constexpr int X_CHUNKS = C::K_TILE / 8, X_ROWS_PER_ROUND = C::THREADS / X_CHUNKS;
+  const int x_chunk = threadIdx.x % X_CHUNKS, x_row = threadIdx.x / X_CHUNKS;
+  const uint32_t x_dst = base + S::x + (x_chunk / 8) * (C::TOKENS * 128) + x_row * 128 + (((x_chunk % 8) ^ (x_row % 8)) << 4);
+  auto fetch = [&](const Walk& walk, int slot) {
+    const int n_tile = walk.tile / p.m_tiles, m0 = (walk.tile - n_tile * p.m_tiles) * C::TOKENS;
+    const int last_panel = (p.N - 1) / PANEL_ROWS;
+#pragma unroll
+    for (int i = 0; i < C::PANELS; ++i) {
+      const int panel = min(n_tile * C::PANELS + i, last_panel);  // rows past N are computed and not stored
+      copy_run<C, S::CODES / C::PANELS>(base + S::codes + slot * S::CODES + i * (S::CODES / C::PANELS),
+                                        p.weights + panel * p.panel_codes + int64_t(walk.k) * (S::CODES / C::PANELS));
+      if constexpr (W::SPARSE)
+        copy_run<C, S::META / C::PANELS>(base + S::meta + slot * S::META + i * (S::META / C::PANELS),
+                                         p.meta + panel * p.panel_meta + int64_t(walk.k) * (S::META / C::PANELS));
+#pragma unroll
+      for (int j = 0; j < C::STAGE_GROUPS; ++j)
+        copy_run<C, C::SCALE_BYTES>(base + S::scales + slot * S::SCALES + (i * C::STAGE_GROUPS + j) * C::SCALE_BYTES,
+                                    p.scales + panel * p.panel_scales + int64_t(walk.k * C::STAGE_GROUPS + j) * p.group_step);
+    }
+    const int column = walk.k * C::K_TILE + x_chunk * 8;
+    const uint32_t x_bytes = column < p.K ? 16 : 0;  // zeros past K
+    const T* x_src = p.x + (x_bytes ? column : 0);
+#pragma unroll
+    for (int i = 0; i < C::TOKENS; i += X_ROWS_PER_ROUND) {
+      const int row = i + x_row, m = m0 + row;
+      // Tokens past M keep what the slot holds: a token only reaches its own column of y, which is not stored.
+      if ((X_ROWS_PER_ROUND <= C::TOKENS || row < C::TOKENS) && m < p.M)
+        ptx::cp_async<16>(x_dst + slot * S::X + i * 128, x_src + m * p.x_stride, x_bytes);
+    }
+  };
+
+  // ---- multiply: one stage, each warp its rows and its share of the columns
+  float acc[C::FRAGMENTS][C::N8][4];
+  const int first_fragment = warp_n * C::FRAGMENTS, panel = first_fragment / FRAGMENTS_PER_PANEL, in_panel = first_fragment % FRAGMENTS_PER_PANEL;
+  const int first_k = warp_k * C::WARP_K;
+  const uint32_t codes_at = base + S::codes + panel * (S::CODES / C::PANELS) +
+                            (first_k / C::FRAGMENT_K * FRAGMENTS_PER_PANEL + in_panel) * FRAGMENT_BYTES + lane * LANE_BYTES;
+  const uint32_t meta_at = base + S::meta + panel * (S::META / C::PANELS) +
+                           (first_k / META_K * FRAGMENTS_PER_PANEL + in_panel) * META_FRAGMENT_BYTES + lane * 4;
+  constexpr int PAIR_BYTES = C::SCALE_BYTES / (PANEL_ROWS / 2);
+  const uint32_t scales_at = base + S::scales + (panel * C::STAGE_GROUPS + first_k / C::GROUP) * C::SCALE_BYTES + (in_panel * 8 + g) * PAIR_BYTES;
+  // Matrix lane / 8 of a 32-column piece of x, its row lane % 8; the other piece of a 128-byte row is 64 away (swizzled).
+  const uint32_t x_at = base + S::x + first_k / 64 * (C::TOKENS * 128) + lane % 8 * 128;
+  const uint32_t x_swizzled[2] = {uint32_t((first_k % 64 / 8 + lane / 8) ^ (lane % 8)) << 4,
+                                  uint32_t((first_k % 64 / 8 + lane / 8 + 4) ^ (lane % 8)) << 4};
+  auto multiply = [&](int slot) {
+    constexpr int CHUNKS = C::WARP_K / C::FRAGMENT_K, STEPS = C::FRAGMENT_K / C::MMA_K;
+    const uint32_t codes_slot = codes_at + slot * S::CODES, meta_slot = meta_at + slot * S::META;
+    const uint32_t scales_slot = scales_at + slot * S::SCALES, x_slot = x_at + slot * S::X;
+    uint32_t codes[2][C::FRAGMENTS][4];
+    auto load_codes = [&](int chunk) {
+#pragma unroll
+      for (int f = 0; f < C::FRAGMENTS; ++f) {
+        const uint4 v = ptx::load_shared<uint4>(codes_slot + (chunk * FRAGMENTS_PER_PANEL + f) * FRAGMENT_BYTES);
+        uint32_t(&words)[4] = codes[chunk % 2][f];
+        words[0] = v.x, words[1] = v.y, words[2] = v.z, words[3] = v.w;
+      }
+    };
+    PairScales scales[C::FRAGMENTS];
+    uint32_t meta[C::FRAGMENTS] = {}, x[C::N8][4];
+    load_codes(0);
+#pragma unroll
+    for (int chunk = 0; chunk < CHUNKS; ++chunk) {
+      if (chunk + 1 < CHUNKS) load_codes(chunk + 1);
+#pragma unroll
+      for (int step = 0; step < STEPS; ++step) {
+        const int k = chunk * C::FRAGMENT_K + step * C::MMA_K;  // in the warp's share of the stage
+        if (k % C::GROUP == 0)
+#pragma unroll
+          for (int f = 0; f < C::FRAGMENTS; ++f)
+            scales[f] = load_scales<T, W::BITS, W::ZERO_POINTS>(scales_slot + k / C::GROUP * C::SCALE_BYTES + f * 8 * PAIR_BYTES);
+        if (W::SPARSE && k % META_K == 0)
+#pragma unroll
+          for (int f = 0; f < C::FRAGMENTS; ++f)
+            meta[f] = ptx::load_shared<uint32_t>(meta_slot + (k / META_K * FRAGMENTS_PER_PANEL + f) * META_FRAGMENT_BYTES);
+        if (k % 32 == 0)
+#pragma unroll
+          for (int j = 0; j < C::N8; ++j)
+            ptx::ldmatrix(x[j], x_slot + k / 64 * (C::TOKENS * 128) + j * (8 * 128) + x_swizzled[k / 32 % 2]);
+#pragma unroll
+        for (int f = 0; f < C::FRAGMENTS; ++f) {
+          uint32_t w[4];
+          dequantize<T, W::BITS, W::ZERO_POINTS>(w, codes[chunk % 2][f], step, scales[f]);
+#pragma unroll
+          for (int j = 0; j < C::N8; ++j) W::multiply(acc[f][j], w, x[j], meta[f], k);
+        }
+      }
+    }
+  };
+
+  // ---- finish: one piece of a tile, by the first of the warps that share its columns
+  auto finish = [&](int tile, int k_end) {
+    if constexpr (C::WARPS_K > 1) {
+      auto cell = [&](int from, int q) {
+        return base + S::partial + (((from - 1) * C::ACCUMULATORS + q) * C::EPILOGUE_THREADS + threadIdx.x % C::EPILOGUE_THREADS) * 16;
+      };
+#pragma unroll
+      for (int q = 0; q < C::ACCUMULATORS; ++q) {
+        const float(&v)[4] = acc[q / C::N8][q % C::N8];
+        if (warp_k > 0) ptx::store_shared(cell(warp_k, q), make_float4(v[0], v[1], v[2], v[3]));
+      }
+      __syncthreads();  // the next piece writes these cells after another one, in its main loop
+      if (warp_k > 0) return;
+#pragma unroll
+      for (int q = 0; q < C::ACCUMULATORS; ++q)
+#pragma unroll
+        for (int from = 1; from < C::WARPS_K; ++from) {
+          const float4 v = ptx::load_shared<float4>(cell(from, q));
+          float(&a)[4] = acc[q / C::N8][q % C::N8];
+          a[0] += v.x, a[1] += v.y, a[2] += v.z, a[3] += v.w;
+        }
+    }
+    const int n_tile = tile / p.m_tiles, m0 = (tile - n_tile * p.m_tiles) * C::TOKENS;
+    const int n0 = n_tile * C::ROWS + first_fragment * FRAGMENT_ROWS + 2 * g;
+    const bool last = k_end == p.partition.k_tiles;
+    const int first_block = p.partition.owner(tile * p.partition.k_tiles);
+    constexpr size_t SLOT = size_t(C::ACCUMULATORS) * C::EPILOGUE_THREADS;
+    uint4* slot = p.workspace + (last ? first_block : int(blockIdx.x)) * SLOT + threadIdx.x;
+#pragma unroll
+    for (int f = 0; f < C::FRAGMENTS; ++f) {
+      const int n = n0 + f * FRAGMENT_ROWS;
+      RowPair rows = {};
+      if (last && n < p.N) rows = load_row_pair(p.row_scales, p.bias, n, p.N);
+#pragma unroll
+      for (int j = 0; j < C::N8; ++j) {
+        const int m = m0 + j * 8 + 2 * t;
+        if (m >= p.M) continue;
+        uint4* cell = slot + (f * C::N8 + j) * C::EPILOGUE_THREADS;
+        if (!last) {
+          push_partial(cell, acc[f][j]);
+        } else {
+          if (first_block != int(blockIdx.x)) pull_partials(acc[f][j], cell, SLOT, int(blockIdx.x) - first_block);
+          store_tokens(p.y, acc[f][j], rows, m, n, p.M, p.N);
+        }
+      }
+    }
+  };
+
+  // ---- main loop: STAGES - 1 stages ahead, across the borders of tiles
+  Walk ahead(p.partition, blockIdx.x), now(p.partition, blockIdx.x);
+  int fetch_slot = 0, slot = 0;
+  auto fetch_next = [&] {
+    if (!ahead.done()) {
+      fetch(ahead, fetch_slot);
+      if (++ahead.k == ahead.k_end) ahead.next_piece();
+      if (++fetch_slot == C::STAGES) fetch_slot = 0;
+    }
+    ptx::cp_async_commit();  // empty groups keep the count that the wait relies on
+  };
+#pragma unroll 1
+  for (int i = 0; i < C::STAGES - 1; ++i) fetch_next();
+#pragma unroll 1
+  for (; !now.done(); now.next_piece()) {
+#pragma unroll
+    for (int f = 0; f < C::FRAGMENTS; ++f)
+#pragma unroll
+      for (int j = 0; j < C::N8; ++j)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) acc[f][j][i] = 0.f;
+#pragma unroll 1
+    for (; now.k < now.k_end; ++now.k) {
+      ptx::cp_async_wait<C::STAGES - 2>();
+      __syncthreads();  // the stage is there for all, and all are done with the one before, whose slot is refilled
+      fetch_next();
+      multiply(slot);
+      if (++slot == C::STAGES) slot = 0;
+    }
+    finish(now.tile, now.k_end);
+  }
+  ptx::cp_async_wait<0>();
+}
+
+}  // namespace sparse_marlin

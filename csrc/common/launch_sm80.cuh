@@ -1,0 +1,48 @@
+// From a Problem to a launch of gemm_sm80. Host code.
+#pragma once
+#include <algorithm>
+#include <climits>
+
+#include "common/gemm_sm80.cuh"
+#include "gemm.h"
+
+namespace sparse_marlin {
+
+static_assert(ROW_PANEL == layout::PANEL_ROWS && K_PANEL % layout::fragment_k(4, true) == 0);
+
+template <class C> BlockShape shape_sm80() {
+  return {C::THREADS, Sm80Shared<C>::bytes, C::TOKENS, C::ROWS, C::K_TILE, C::BLOCKS_PER_SM,
+          int64_t(C::ACCUMULATORS) * C::EPILOGUE_THREADS * 16};
+}
+
+template <class C> std::string start_sm80(const Problem& p, int blocks, cudaStream_t stream) {
+  static_assert(K_PANEL % C::K_TILE == 0);
+  using T = typename C::T;
+  const auto ceil_div = [](int64_t a, int64_t b) { return (a + b - 1) / b; };
+  const int64_t padded_k = ceil_div(p.K, K_PANEL) * K_PANEL;
+  const int64_t m_tiles = ceil_div(p.M, C::TOKENS), tiles = ceil_div(p.N, C::ROWS) * m_tiles, k_tiles = ceil_div(p.K, C::K_TILE);
+  if (tiles * k_tiles > INT_MAX) return "the problem is too large: more than 2^31 work units";
+  const int group_bytes = layout::panel_scale_bytes(C::Weights::ZERO_POINTS);
+  const bool one_group = p.scheme.group_size == -1;
+
+  Sm80Args<T> a;
+  a.weights = static_cast<const uint8_t*>(p.weights);
+  a.meta = static_cast<const uint8_t*>(p.meta);
+  a.scales = static_cast<const uint8_t*>(p.scales);
+  a.row_scales = p.row_scales;
+  a.x = static_cast<const T*>(p.x);
+  a.bias = static_cast<const T*>(p.bias);
+  a.y = static_cast<T*>(p.y);
+  a.workspace = static_cast<uint4*>(p.workspace);
+  a.x_stride = p.x_stride;
+  a.panel_codes = layout::panel_code_bytes(padded_k, C::Weights::BITS, C::Weights::SPARSE);
+  a.panel_meta = layout::panel_meta_bytes(padded_k);
+  a.panel_scales = (one_group ? 1 : padded_k / C::GROUP) * group_bytes;
+  a.group_step = one_group ? 0 : group_bytes;
+  a.M = p.M, a.N = p.N, a.K = p.K, a.m_tiles = int(m_tiles);
+  a.partition = {int(k_tiles), int(tiles * k_tiles), int(std::min<int64_t>(blocks, tiles * k_tiles))};
+  const cudaError_t error = launch(gemm_sm80<C>, a.partition.blocks, C::THREADS, Sm80Shared<C>::bytes, stream, a);
+  return error == cudaSuccess ? "" : std::string("launch failed: ") + cudaGetErrorString(error);
+}
+
+}  // namespace sparse_marlin
