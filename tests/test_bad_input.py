@@ -258,7 +258,7 @@ def test_patch_model_refuses_calibration(calibration: Any, match: str) -> None:
     refused(tiny.llama(), match, calibration=calibration)
 
 
-@pytest.mark.parametrize("calibration", [5, 2.5, object(), True], ids=lambda c: type(c).__name__)
+@pytest.mark.parametrize("calibration", [5, 2.5, object, True], ids=lambda c: type(c).__name__)
 def test_patch_model_refuses_what_is_no_data(calibration: Any) -> None:
     refused(tiny.llama(), "calibration must be tokens, texts or a dataset", TypeError, calibration=calibration)
 
