@@ -175,9 +175,16 @@ def snapshot(model: nn.Module) -> dict[str, Any]:
     return {**tensors, **modules}
 
 
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    """Equal in every bit; NaN is the same as itself."""
+    if a.dtype != b.dtype or a.shape != b.shape:
+        return False
+    return torch.equal(a.contiguous().view(-1).view(torch.uint8), b.contiguous().view(-1).view(torch.uint8))
+
+
 def unchanged(model: nn.Module, before: dict[str, Any]) -> bool:
     after = snapshot(model)
     return after.keys() == before.keys() and all(
-        torch.equal(a, before[n]) and a.dtype == before[n].dtype if isinstance(a, Tensor) else a == before[n]
+        same_bits(a, before[n]) if isinstance(a, Tensor) else a == before[n]
         for n, a in after.items()
     )
