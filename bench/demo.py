@@ -27,6 +27,7 @@ from rich.table import Table
 
 import sparse_marlin
 from sparse_marlin import CompressedLinear, models, samples
+from sparse_marlin.checkpoints import check_destination
 from sparse_marlin.evaluate import evaluate
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -58,6 +59,10 @@ def main() -> None:
     args = parser.parse_args()
     started = time.perf_counter()
 
+    try:
+        check_destination(args.out, overwrite=True)
+    except OSError as e:
+        parser.error(str(e))
     source = models.find(args.model)
     tokenizer = source.tokenizer()
     model = source.model(args.device)
@@ -171,7 +176,7 @@ def conditions(device: str) -> dict[str, Any]:
     where = (
         torch.cuda.get_device_name(device)
         if device.startswith("cuda")
-        else f"{cpu_name()}, {torch.get_num_threads()} threads"
+        else f"{cpu_name()}, {torch.get_num_threads()} thread(s)"
     )
     return {
         "machine": where,

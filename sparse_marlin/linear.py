@@ -15,9 +15,9 @@ from .scheme import Scheme
 class CompressedLinear(nn.Module):
     """``y = x @ w.T + bias`` with a compressed weight, as ``torch.nn.Linear``.
 
-    The state dict is the canonical form (see :mod:`sparse_marlin.packed`): parameters ``qweight``, ``scales`` and, where
-    they apply, ``meta``, ``zero_point``, ``g_idx`` and ``bias``. ``.to(dtype)`` casts scales and bias alone; the dtype of
-    the scales is the dtype of the inputs that the layer takes.
+    The state dict is the canonical form (see :mod:`sparse_marlin.packed`): parameters ``qweight``, ``scales`` and,
+    where they apply, ``meta``, ``zero_point``, ``g_idx`` and ``bias``. ``.to(dtype)`` casts scales and bias alone; the
+    dtype of the scales is the dtype of the inputs that the layer takes.
 
     Args:
         packed: the weight [N, K].

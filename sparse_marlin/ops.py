@@ -1,8 +1,8 @@
 """The operators ``torch.ops.sparse_marlin.*``: schemas, shapes for tracing, and the path that needs no extension.
 
-``linear`` multiplies by a weight in canonical form. It runs on every device by dequantizing a few rows of the weight at
-a time, so that at most :data:`TILE_BYTES` of dequantized weight exist at once. It is the CPU path, the fallback on a GPU
-whose kernels are missing, and the reference that the kernels are compared with.
+``linear`` multiplies by a weight in canonical form. It runs on every device by dequantizing a few rows of the weight
+at a time, so that at most :data:`TILE_BYTES` of dequantized weight exist at once. It is the CPU path, the fallback on a
+GPU whose kernels are missing, and the reference that the kernels are compared with.
 """
 
 from __future__ import annotations

@@ -99,7 +99,7 @@ def test_an_unknown_argument_is_refused() -> None:
 def test_methods_that_need_calibration_say_so(method: str) -> None:
     with pytest.raises(ValueError, match=f"{method}.*needs calibration"):
         compress(nn.Linear(128, 16), method=method)
-    with pytest.raises(ValueError, match="gptq.*needs calibration"):
+    with pytest.raises(ValueError, match=r"gptq.*needs calibration"):
         compress(nn.Linear(128, 16), None, method="gptq")
 
 

@@ -377,11 +377,11 @@ def test_weights_beyond_float16_are_right_or_refused(factor: float) -> None:
     original = linear(16, 128)
     original.weight.data.mul_(factor)
     x = torch.randn(300, 128)
-    try:
-        layer = compress(original, calibration=x)
-    except ValueError as e:
-        assert "bfloat16" in str(e) or "scale" in str(e)
+    if factor != 1e6:
+        with pytest.raises(ValueError, match="bfloat16"):
+            compress(original, calibration=x)
         return
+    layer = compress(original, calibration=x)
     check_layer(layer, original, "2:4")
     assert output_error(layer, original, x) < 0.9
 

@@ -62,7 +62,8 @@ def calibration_windows(
     low, high = min(int(w.min()) for w in windows), max(int(w.max()) for w in windows)
     if low < 0 or (vocabulary is not None and high >= vocabulary):
         raise ValueError(
-            f"calibration tokens must lie in 0..{(vocabulary or 0) - 1}, got {low}..{high}: is this the model's tokenizer?"
+            f"calibration tokens must lie in 0..{(vocabulary or 0) - 1}, got {low}..{high}: "
+            "is this the model's tokenizer?"
         )
     longest = max(w.shape[1] for w in windows)
     if context is not None and longest > context:

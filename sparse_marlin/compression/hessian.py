@@ -52,7 +52,7 @@ class Hessian:
 
 @dataclass(frozen=True)
 class InverseFactor:
-    """``upper``: the upper Cholesky factor U [K, K] of the damped inverse, ``inv(H + damping * mean(diag H) * I) = U^T U``.
+    """``upper`` is U [K, K], the upper Cholesky factor of ``inv(H + damping * mean(diag H) * I) = U^T U``.
 
     Row j of U, divided by U[j, j], is how an error made in column j is best compensated in the columns after it
     (Frantar et al., GPTQ, section 3.3, "Cholesky reformulation").

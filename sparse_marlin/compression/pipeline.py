@@ -88,9 +88,10 @@ def patch_model(
         calibration: token tensors [B, T], texts, or a dataset with ``input_ids`` or ``text``; None samples tokens from
             the model itself. See :func:`~sparse_marlin.compression.calibration.calibration_windows`.
         tokenizer: for texts.
-        method: ``auto``, ``one-shot``, or for 2:4 ``two-pass``, ``one-loop``, ``wanda+rtn``, ``magnitude+rtn``, for
-            dense ``gptq``, ``rtn`` (see :func:`~sparse_marlin.compression.solve.compress_weight`); ``one-shot``, which
-            ``auto`` means, also corrects each layer for the errors of the layers before it. For comparisons ``sparsegpt``, ``wanda`` and ``magnitude`` prune only, and leave an ``nn.Linear``.
+        method: ``auto`` means ``one-shot``, which also corrects each layer for the errors of the layers before it. For
+            2:4 there are also ``two-pass``, ``one-loop``, ``wanda+rtn`` and ``magnitude+rtn``, for dense ``gptq`` and
+            ``rtn`` (see :func:`~sparse_marlin.compression.solve.compress_weight`). For comparisons, ``sparsegpt``,
+            ``wanda`` and ``magnitude`` prune only, and leave an ``nn.Linear``.
         skip: names or shell patterns of Linears to leave out.
         only: names or shell patterns; if given, nothing else is compressed.
         dtype: precision of the scales, float16 or bfloat16; default: the layer's own dtype, float16 for float32 layers.
@@ -277,7 +278,7 @@ def _scale_dtype(weight: torch.dtype) -> torch.dtype:
 
 def _memory_need(model: nn.Module, prefix: str, targets: list[Target], windows: list[Tensor]) -> str:
     """What compression will hold at its peak, in words."""
-    gb = 1 / 2**30
+    gb = 1e-9
     weights = sum(p.numel() * p.element_size() for p in model.parameters())
     linears = [_linear(model, t.name) for t in targets]
     widest = max(m.in_features for m in linears)
@@ -455,7 +456,7 @@ def _record(
     calls: list[Call],
     where: torch.device,
 ) -> tuple[Recorded, list[Tensor]]:
-    """The inputs that the Linears of the still uncompressed block see in the original model, and the block's outputs."""
+    """What the Linears of the still uncompressed block see in the original model, and the block's outputs there."""
     recorded: Recorded = []
     outputs = []
     with closing(_Inputs(model, targets)) as inputs:
@@ -484,7 +485,7 @@ def _stages(targets: list[Target], inputs: Recorded) -> list[list[Target]]:
     leaf = {t.name: t.name.rpartition(".")[2] for t in targets}
     known = set().union(*stages)
     groups = [[t for t in targets if leaf[t.name] in stage] for stage in stages]
-    return groups + [[t for t in targets if leaf[t.name] not in known]]
+    return [*groups, [t for t in targets if leaf[t.name] not in known]]
 
 
 @dataclass

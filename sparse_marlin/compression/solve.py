@@ -79,9 +79,9 @@ def compress_weight(
         weight: [N, K], any floating dtype; computed in float32 on its device.
         hessian: [K, K] float32 on the same device, or None for methods that need none.
         scheme: bits, groups and sparsity of the result; symmetric.
-        method: one of METHODS_24, METHODS_DENSE, PRUNE_ONLY. ``one-loop`` chooses the mask while it rounds; ``two-pass``
-            prunes first and then rounds under the frozen mask; ``gptq`` only rounds; ``one-shot`` is the latter two
-            with the scales fitted once more to the final integers.
+        method: one of METHODS_24, METHODS_DENSE, PRUNE_ONLY. ``one-loop`` chooses the mask while it rounds;
+            ``two-pass`` prunes first and then rounds under the frozen mask; ``gptq`` only rounds; ``one-shot`` is the
+            latter two with the scales fitted once more to the final integers.
         damping: fraction of the Hessian's mean diagonal added to it.
 
     Raises:

@@ -31,7 +31,7 @@ JOBS = min(2, os.cpu_count() or 1)  # a kernel instance with AddressSanitizer ta
 CXX = os.environ.get("CXX", "g++")
 # The emulator comes first in the include path: its cuda_runtime.h and common/ptx.cuh shadow the real ones.
 COMMON_FLAGS = (
-    *("-std=c++20", "-g", "-Wall", "-Wextra", "-Wno-unknown-pragmas", "-fno-strict-aliasing"),
+    *("-std=c++20", "-g1", "-Wall", "-Wextra", "-Wno-unknown-pragmas", "-fno-strict-aliasing"),
     *(f"-I{EMULATOR}", f"-I{ROOT / 'csrc'}", f"-I{HERE}"),
 )
 DRIVER_FLAGS = {
