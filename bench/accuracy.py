@@ -107,25 +107,29 @@ def main() -> None:
             f"{minutes:5.2f} minutes",
             flush=True,
         )
-    if args.json:
-        meta = {
-            "commit": _commit(),
-            "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-            "command": " ".join(["python", *sys.argv]),
-            "device": torch.cuda.get_device_name() if args.device != "cpu" else f"{platform.machine()} CPU",
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-            "sparse_marlin": sparse_marlin.__version__,
-            "python": platform.python_version(),
-            "text": args.text.name if args.text else "pydoc_data.topics",
-            "group_size": args.group_size,
-            "calibration_windows": args.calibration_windows,
-            "evaluation_windows": args.evaluation_windows,
-            "window": WINDOW,
-            "seed": args.seed,
-        }
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps({"meta": meta, "rows": rows}, indent=1) + "\n", encoding="utf-8")
+        if args.json:  # after every row, so that an interrupted run keeps what it has
+            _write(args, rows)
+
+
+def _write(args: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
+    meta = {
+        "commit": _commit(),
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "command": " ".join(["python", *sys.argv]),
+        "device": torch.cuda.get_device_name() if args.device != "cpu" else f"{platform.machine()} CPU",
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "sparse_marlin": sparse_marlin.__version__,
+        "python": platform.python_version(),
+        "text": args.text.name if args.text else "pydoc_data.topics",
+        "group_size": args.group_size,
+        "calibration_windows": args.calibration_windows,
+        "evaluation_windows": args.evaluation_windows,
+        "window": WINDOW,
+        "seed": args.seed,
+    }
+    args.json.parent.mkdir(parents=True, exist_ok=True)
+    args.json.write_text(json.dumps({"meta": meta, "rows": rows}, indent=1) + "\n", encoding="utf-8")
 
 
 def _commit() -> str:
