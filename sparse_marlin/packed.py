@@ -154,7 +154,7 @@ class PackedWeight:
             ValueError: if a quad's positions do not increase, or a group index does not exist.
         """
         if self.meta is not None:
-            nibbles = _unpack_nibbles(self.meta, self.in_features // 4)
+            nibbles = unpack_nibbles(self.meta, self.in_features // 4)
             if not _look_up(_tables(self.meta.device).valid_nibble, nibbles.int()).all():
                 raise ValueError("meta holds a quad whose two positions do not increase")
         if self.g_idx is not None and not bool(((self.g_idx >= 0) & (self.g_idx < self.scales.shape[1])).all()):
@@ -221,8 +221,8 @@ def dequantize(
 def unpack_codes(qweight: Tensor, meta: Tensor | None, num_bits: int, in_features: int) -> Tensor:
     """[N, K] uint8 integers of canonical tensors; the zero code where 2:4 pruned."""
     if meta is None:
-        return qweight[:, :in_features].clone() if num_bits == 8 else _unpack_nibbles(qweight, in_features)
-    nibbles = _unpack_nibbles(meta, in_features // 4).int()
+        return qweight[:, :in_features].clone() if num_bits == 8 else unpack_nibbles(qweight, in_features)
+    nibbles = unpack_nibbles(meta, in_features // 4).int()
     tables = _tables(qweight.device)
     if num_bits == 4:  # one look-up turns (positions, two codes) into the four bytes of the quad
         return _look_up(tables.quads, nibbles.bitwise_left_shift_(8).bitwise_or_(qweight.int())).view(torch.uint8)
@@ -237,7 +237,7 @@ def unpack_codes(qweight: Tensor, meta: Tensor | None, num_bits: int, in_feature
 
 def unpack_mask(meta: Tensor, in_features: int) -> Tensor:
     """[N, K] bool, true where 2:4 kept a weight."""
-    nibbles = _unpack_nibbles(meta, in_features // 4).int()
+    nibbles = unpack_nibbles(meta, in_features // 4).int()
     return _look_up(_tables(meta.device).masks, nibbles).view(torch.bool)
 
 
@@ -249,13 +249,14 @@ def _look_up(table: Tensor, index: Tensor) -> Tensor:
 def _pack_dense(codes: Tensor, num_bits: int) -> Tensor:
     if num_bits == 8:
         return codes.clone()
+    return pack_nibbles(codes)
+
+
+def pack_nibbles(codes: Tensor) -> Tensor:
+    """[N, ceil(count / 2)] bytes, low nibble first, from [N, count] uint8 below 16."""
     if codes.shape[1] % 2:
         codes = torch.nn.functional.pad(codes, (0, 1))
-    return _pack_nibbles(_plain(codes))
-
-
-def _pack_nibbles(codes: Tensor) -> Tensor:
-    pairs = codes.view(torch.int16)  # first | second << 8
+    pairs = _plain(codes).view(torch.int16)  # first | second << 8
     return (pairs | pairs >> 4).to(torch.uint8)
 
 
@@ -264,7 +265,7 @@ def _plain(t: Tensor) -> Tensor:
     return t.contiguous().view(-1).view(t.shape)
 
 
-def _unpack_nibbles(packed: Tensor, count: int) -> Tensor:
+def unpack_nibbles(packed: Tensor, count: int) -> Tensor:
     """[N, count] uint8 from two nibbles a byte."""
     b = packed.to(torch.int16)
     b = (b | b << 4) & 0x0F0F  # low nibble in the low byte, high nibble in the high byte
@@ -293,9 +294,7 @@ def _pack_24(codes: Tensor, mask: Tensor, num_bits: int) -> tuple[Tensor, Tensor
             qweight[i : i + rows] = (first & 15) | (second & 15) << 4
         else:
             qweight[i : i + rows] = ((first & 0xFF) | (second & 0xFF) << 8).to(torch.int16).view(torch.uint8)
-        if quads % 2:
-            nibble = torch.nn.functional.pad(nibble, (0, 1))
-        meta[i : i + rows] = _pack_nibbles(nibble.to(torch.uint8))
+        meta[i : i + rows] = pack_nibbles(nibble.to(torch.uint8))
     if bad:
         raise ValueError("a 2:4 mask must keep exactly two weights of every four")
     return qweight, meta
