@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from . import ops, runtime  # noqa: F401  ops registers torch.ops.sparse_marlin
-from .kernel_weight import FORM_NAMES, KernelWeight
+from .layouts import KERNEL_TENSOR_NAMES, KernelWeight, canonical_codes, to_kernel
 from .packed import TENSOR_NAMES, PackedWeight
 from .scheme import Scheme
 
@@ -77,11 +77,11 @@ class CompressedLinear(nn.Module):
 
     def _set_form(self, form: KernelWeight | None) -> None:
         # Buffers, since torch.compile with CUDA graphs copies any other tensor of a module anew for each call.
-        for name in FORM_NAMES:
+        for name in KERNEL_TENSOR_NAMES:
             self.register_buffer(f"kernel_{name}", None if form is None else getattr(form, name), persistent=False)
 
     def _form(self) -> KernelWeight:
-        tensors = {name: getattr(self, f"kernel_{name}") for name in FORM_NAMES}
+        tensors = {name: getattr(self, f"kernel_{name}") for name in KERNEL_TENSOR_NAMES}
         return KernelWeight(self.scheme, self.out_features, self.in_features, **tensors)
 
     def prepare(self, dtype: torch.dtype | None = None) -> bool:
@@ -107,7 +107,7 @@ class CompressedLinear(nn.Module):
         packed = self.packed
         plan = runtime.plan_for(packed, dtype)
         if plan is not None:
-            self._set_form(KernelWeight.prepare(packed, dtype))
+            self._set_form(to_kernel(packed, dtype))
             self._set("qweight", None)
             self._set("meta", None)
             self._plan = plan
@@ -116,7 +116,7 @@ class CompressedLinear(nn.Module):
     def restore(self) -> None:
         """Puts the weight back into canonical form: undoes :meth:`prepare`."""
         if self._plan is not None:
-            qweight, meta = self._form().restore()
+            qweight, meta = canonical_codes(self._form())
             self._set("qweight", qweight)
             self._set("meta", meta)
             self._plan = None
@@ -128,7 +128,7 @@ class CompressedLinear(nn.Module):
         """The weight in canonical form; shares memory with this layer, except for what has to be made again."""
         tensors = {n: t.data for n in TENSOR_NAMES if (t := getattr(self, n)) is not None}
         if self._plan is not None:
-            qweight, meta = self._form().restore()
+            qweight, meta = canonical_codes(self._form())
             tensors |= {"qweight": qweight} if meta is None else {"qweight": qweight, "meta": meta}
         return PackedWeight.from_tensors(tensors, self.scheme, self.in_features)
 
@@ -212,7 +212,7 @@ class CompressedLinear(nn.Module):
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         if self._plan is not None:
-            qweight, meta = self._form().restore()
+            qweight, meta = canonical_codes(self._form())
             destination[f"{prefix}qweight"] = qweight
             if meta is not None:
                 destination[f"{prefix}meta"] = meta

@@ -6,11 +6,13 @@ import warnings
 from functools import cache
 
 import torch
+from torch import Tensor
 
 from . import ops  # noqa: F401  defines what the extension implements
 from .build import BuildError, extension_path, mode
 from .dispatch import Config, Device, Kernel, Problem, configurations, plan, why_not
-from .kernel_weight import KernelWeight
+from .layouts import KernelWeight, to_kernel
+from .layouts import why_not as no_kernel_form
 from .packed import PackedWeight
 from .scheme import Scheme
 
@@ -59,7 +61,7 @@ def plan_for(packed: PackedWeight, dtype: torch.dtype) -> str | None:
     if packed.device.type != "cuda":
         return None
     index = packed.device.index
-    if reason := _cannot(index, packed.scheme, dtype) or KernelWeight.why_not(packed):
+    if reason := _cannot(index, packed.scheme, dtype) or no_kernel_form(packed, dtype):
         _warn(f"{reason}. The weight is dequantized in PyTorch instead, which is right but slow.")
         return None
     table = kernels(packed.scheme, dtype)
@@ -86,7 +88,7 @@ def self_test(where: torch.device, device: Device, scheme: Scheme, dtype: torch.
     )
     packed = PackedWeight.pack(codes, scales, scheme, mask, zeros)
     weight = packed.dequantize(torch.float32).to(dtype)
-    form = KernelWeight.prepare(packed, dtype)
+    form = to_kernel(packed, dtype)
     for config in configurations(Problem(1, n, k, scheme, dtype), device, kernels(scheme, dtype)):
         if not isinstance(config, Config):
             continue
@@ -94,7 +96,7 @@ def self_test(where: torch.device, device: Device, scheme: Scheme, dtype: torch.
             x = torch.randn(tokens, k, generator=random, device=where).to(dtype)
             want = x.double() @ weight.double().T
             try:
-                got = form.multiply(x, None, f"*:{config.kernel}@{_TEST_BLOCKS}")
+                got = multiply(form, x, f"*:{config.kernel}@{_TEST_BLOCKS}")
                 error = float((got - want).norm() / want.norm())
             except RuntimeError as e:
                 return f"The kernel {config.kernel} does not run on {device.name}: {e}"
@@ -103,6 +105,26 @@ def self_test(where: torch.device, device: Device, scheme: Scheme, dtype: torch.
                     f"The kernel {config.kernel} computes wrong results on {device.name} (relative error {error:.1e})"
                 )
     return None
+
+
+def multiply(form: KernelWeight, x: Tensor, plan: str) -> Tensor:
+    """``x @ w.T`` by the kernels that ``plan`` names (see :func:`sparse_marlin.dispatch.plan`)."""
+    s = form.scheme
+    y: Tensor = torch.ops.sparse_marlin.gemm(
+        x,
+        form.weights,
+        form.meta,
+        form.scales,
+        form.row_scales,
+        form.perm,
+        None,
+        form.out_features,
+        s.num_bits,
+        s.group_size,
+        not s.symmetric,
+        plan,
+    )
+    return y
 
 
 @cache

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from sparse_marlin import CompressedLinear, Scheme, linear, runtime
-from sparse_marlin.kernel_weight import KernelWeight
+from sparse_marlin.layouts import KernelWeight
 from sparse_marlin.packed import PackedWeight, dequantize
 
 N, K = 40, 256
@@ -22,18 +22,16 @@ PLAN = "*:fake@1"
 SCHEMES = [Scheme(4, 128, "2:4"), Scheme(8, 64, "2:4"), Scheme(4, 32, None), Scheme(8, -1, None, symmetric=False)]
 
 
-class FakeForm(KernelWeight):
+def fake_form(packed: PackedWeight, dtype: torch.dtype) -> KernelWeight:
     """Keeps every bit of the canonical integers inverted."""
+    meta = None if packed.meta is None else ~packed.meta
+    row_scales = torch.ones(packed.out_features)
+    weights, scales = ~packed.qweight, packed.scales.to(dtype)
+    return KernelWeight(packed.scheme, packed.out_features, packed.in_features, weights, meta, scales, row_scales, None)
 
-    @classmethod
-    def prepare(cls, packed: PackedWeight, dtype: torch.dtype) -> KernelWeight:
-        meta = None if packed.meta is None else ~packed.meta
-        row_scales = torch.ones(packed.out_features)
-        weights, scales = ~packed.qweight, packed.scales.to(dtype)
-        return cls(packed.scheme, packed.out_features, packed.in_features, weights, meta, scales, row_scales, None)
 
-    def restore(self) -> tuple[Tensor, Tensor | None]:
-        return ~self.weights, None if self.meta is None else ~self.meta
+def fake_codes(form: KernelWeight) -> tuple[Tensor, Tensor | None]:
+    return ~form.weights, None if form.meta is None else ~form.meta
 
 
 def fake_gemm(
@@ -69,7 +67,8 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[torch.dtype]]:
         return None if dtype == torch.float32 else PLAN
 
     monkeypatch.setattr(runtime, "plan_for", plan_for)
-    monkeypatch.setattr(linear, "KernelWeight", FakeForm)
+    monkeypatch.setattr(linear, "to_kernel", fake_form)
+    monkeypatch.setattr(linear, "canonical_codes", fake_codes)
     library = torch.library.Library("sparse_marlin", "IMPL")
     library.impl("gemm", fake_gemm, "CPU")
     yield prepared

@@ -15,7 +15,7 @@ from torch import Tensor
 from sparse_marlin import CompressedLinear, Scheme, runtime
 from sparse_marlin.build import BuildError
 from sparse_marlin.dispatch import Device, Kernel
-from sparse_marlin.kernel_weight import KernelWeight
+from sparse_marlin.layouts import to_kernel
 from sparse_marlin.packed import PackedWeight
 
 H200 = Device("H200", 90, 132, 232448, 233472, 1.98, 4916)
@@ -98,12 +98,12 @@ def test_weight_on_the_cpu_needs_no_extension(monkeypatch: pytest.MonkeyPatch) -
 def test_self_test(
     monkeypatch: pytest.MonkeyPatch, scheme: Scheme, kernel: Callable[[Tensor], Tensor], text: str | None
 ) -> None:
-    def multiply(self: SimpleNamespace, x: Tensor, bias: Tensor | None, plan: str) -> Tensor:
+    def multiply(packed: PackedWeight, x: Tensor, plan: str) -> Tensor:
         assert plan == "*:sm90_a@5"
-        return kernel(x.double() @ self.packed.dequantize(x.dtype).double().T).to(x.dtype)
+        return kernel(x.double() @ packed.dequantize(x.dtype).double().T).to(x.dtype)
 
-    form = type("Form", (SimpleNamespace,), {"multiply": multiply})
-    monkeypatch.setattr(runtime, "KernelWeight", SimpleNamespace(prepare=lambda packed, dtype: form(packed=packed)))
+    monkeypatch.setattr(runtime, "to_kernel", lambda packed, _dtype: packed)
+    monkeypatch.setattr(runtime, "multiply", multiply)
     monkeypatch.setattr(runtime, "kernels", lambda *_: (Kernel("sm90_a", 90, 90, 64, 128, 64, 1 << 16, 1),))
     result = runtime.self_test(torch.device("cpu"), H200, scheme, scheme.dtype)
     if text is None:
@@ -236,7 +236,7 @@ def test_operator_checks_what_it_gets() -> None:
     packed = weight(SCHEMES[0], 256, 512, "cuda")
     assert CompressedLinear(packed).prepare()
     plan = runtime.plan_for(packed, torch.float16)
-    form = KernelWeight.prepare(packed, torch.float16)
+    form = to_kernel(packed, torch.float16)
     x = torch.randn(3, 512, dtype=torch.float16, device="cuda")
     bias = torch.zeros(256, dtype=torch.float16, device="cuda")
     good = {

@@ -185,6 +185,5 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 def unchanged(model: nn.Module, before: dict[str, Any]) -> bool:
     after = snapshot(model)
     return after.keys() == before.keys() and all(
-        same_bits(a, before[n]) if isinstance(a, Tensor) else a == before[n]
-        for n, a in after.items()
+        same_bits(a, before[n]) if isinstance(a, Tensor) else a == before[n] for n, a in after.items()
     )

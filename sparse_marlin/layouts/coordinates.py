@@ -46,9 +46,7 @@ def code_coordinates(num_bits: int) -> tuple[Tensor, Tensor]:
     else:
         instruction, register, half = word // 2, 2 * (word % 2) + index % 2, index // 2
     g, t = lane // 4, lane % 4
-    rows, columns = torch.broadcast_tensors(
-        2 * g + register % 2, 16 * instruction + 8 * (register // 2) + 2 * t + half
-    )
+    rows, columns = torch.broadcast_tensors(2 * g + register % 2, 16 * instruction + 8 * (register // 2) + 2 * t + half)
     return rows, columns
 
 
