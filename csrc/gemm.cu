@@ -1,9 +1,8 @@
-#include "gemm.h"
-
 #include <algorithm>
 
 #include "common/gather.cuh"
 #include "common/instances.h"
+#include "gemm.h"
 
 namespace sparse_marlin {
 namespace {
@@ -12,12 +11,18 @@ const std::vector<Instance>& instances() {
   static const std::vector<Instance> all = [] {
     std::vector<Instance> list;
     for (const auto& part : {
-             dense_sm80<Float16::HALF, 4, false>(), dense_sm80<Float16::HALF, 4, true>(),
-             dense_sm80<Float16::HALF, 8, false>(), dense_sm80<Float16::HALF, 8, true>(),
-             dense_sm80<Float16::BFLOAT16, 4, false>(), dense_sm80<Float16::BFLOAT16, 4, true>(),
-             dense_sm80<Float16::BFLOAT16, 8, false>(), dense_sm80<Float16::BFLOAT16, 8, true>(),
-             sparse_sm80<Float16::HALF, 4>(), sparse_sm80<Float16::HALF, 8>(),
-             sparse_sm80<Float16::BFLOAT16, 4>(), sparse_sm80<Float16::BFLOAT16, 8>(),
+             dense_sm80<Float16::HALF, 4, false>(),
+             dense_sm80<Float16::HALF, 4, true>(),
+             dense_sm80<Float16::HALF, 8, false>(),
+             dense_sm80<Float16::HALF, 8, true>(),
+             dense_sm80<Float16::BFLOAT16, 4, false>(),
+             dense_sm80<Float16::BFLOAT16, 4, true>(),
+             dense_sm80<Float16::BFLOAT16, 8, false>(),
+             dense_sm80<Float16::BFLOAT16, 8, true>(),
+             sparse_sm80<Float16::HALF, 4>(),
+             sparse_sm80<Float16::HALF, 8>(),
+             sparse_sm80<Float16::BFLOAT16, 4>(),
+             sparse_sm80<Float16::BFLOAT16, 8>(),
          })
       list.insert(list.end(), part.begin(), part.end());
     return list;
@@ -45,11 +50,12 @@ bool is_aligned(const void* p) { return reinterpret_cast<uintptr_t>(p) % 16 == 0
 
 std::string check(const Problem& p, int blocks) {
   if (p.M < 1 || p.N < 1 || p.K < 1)
-    return "M, N and K must be positive, got " + std::to_string(p.M) + ", " + std::to_string(p.N) + ", " + std::to_string(p.K);
+    return "M, N and K must be positive, got " + std::to_string(p.M) + ", " + std::to_string(p.N) + ", " +
+           std::to_string(p.K);
   if (blocks < 1) return "blocks must be positive, got " + std::to_string(blocks);
   if (p.x_stride % 8 || p.x_stride < (int64_t(p.K) + 7) / 8 * 8)
-    return "x_stride must be a multiple of 8 and at least K = " + std::to_string(p.K) + ", got " + std::to_string(p.x_stride) +
-           ": copy x with gather_columns";
+    return "x_stride must be a multiple of 8 and at least K = " + std::to_string(p.K) + ", got " +
+           std::to_string(p.x_stride) + ": copy x with gather_columns";
   if (!p.x || !p.weights || !p.scales || !p.row_scales || !p.y || !p.workspace || (p.scheme.sparse && !p.meta))
     return "x, weights, scales, row_scales, y and workspace must not be null, nor meta of 2:4 weights";
   for (const void* address : {p.x, p.weights, p.meta, p.scales, static_cast<const void*>(p.workspace)})
@@ -88,15 +94,15 @@ std::string gemm(const Problem& problem, const std::string& config, int blocks, 
   return instance->start(problem, blocks, stream);
 }
 
-std::string gather_columns(const void* x, int64_t x_stride, const int32_t* perm, void* out, int64_t out_stride, int M, int K,
-                           CUstream_st* stream) {
+std::string gather_columns(const void* x, int64_t x_stride, const int32_t* perm, void* out, int64_t out_stride, int M,
+                           int K, CUstream_st* stream) {
   if (M < 1 || K < 1 || out_stride < K || out_stride % GATHER_COLUMNS || !is_aligned(out))
-    return "the rows of a gathered x must be aligned to 16 bytes and hold its " + std::to_string(K) + " columns, got a stride of " +
-           std::to_string(out_stride) + " elements";
+    return "the rows of a gathered x must be aligned to 16 bytes and hold its " + std::to_string(K) +
+           " columns, got a stride of " + std::to_string(out_stride) + " elements";
   constexpr int64_t PER_BLOCK = int64_t(GATHER_THREADS) * GATHER_COLUMNS;
   const dim3 grid(M, unsigned((out_stride + PER_BLOCK - 1) / PER_BLOCK));
-  const cudaError_t error = launch(gather, grid, GATHER_THREADS, 0, stream, static_cast<const uint16_t*>(x), x_stride, perm,
-                                   static_cast<uint16_t*>(out), out_stride, K);
+  const cudaError_t error = launch(gather, grid, GATHER_THREADS, 0, stream, static_cast<const uint16_t*>(x), x_stride,
+                                   perm, static_cast<uint16_t*>(out), out_stride, K);
   return error == cudaSuccess ? "" : std::string("gather_columns failed: ") + cudaGetErrorString(error);
 }
 

@@ -42,7 +42,7 @@ struct Problem {
   void* workspace = nullptr;          // see workspace_bytes
 };
 
-// A named variant of the kernel: the tile of y that a block computes. Any config is right for any M; they differ in speed.
+// A named variant of the kernel: the tile of y that a block computes. All are right for any M; they differ in speed.
 struct Config {
   const char* name;
   int min_capability;  // lowest compute capability that runs it, 80 for 8.0
@@ -55,24 +55,24 @@ const std::vector<Config>& configs();
 // What one block of a config needs for a scheme: pure numbers, no GPU is asked.
 struct BlockShape {
   int threads = 0, shared_bytes = 0, token_tile = 0, row_tile = 0, k_tile = 0;
-  int blocks_per_sm = 0;           // that it was compiled for (registers); shared memory may allow fewer
+  int blocks_per_sm = 0;  // that it was compiled for (registers); shared memory may allow fewer
   int64_t workspace_per_block = 0;
 };
 // All functions that return a string return an empty one, or what is wrong.
 std::string block_shape(const Scheme& scheme, const std::string& config, BlockShape* shape);
 
 // Bytes of workspace for a launch of `blocks` blocks; -1 for an unknown config or scheme. The workspace must be filled
-// with 0xff bytes once, when it is allocated. Every launch leaves it so, whatever the config: one workspace of the largest
-// size serves all launches of a stream, one after the other. Streams must not share one.
+// with 0xff bytes once, when it is allocated. Every launch leaves it so, whatever the config: one workspace of the
+// largest size serves all launches of a stream, one after the other. Streams must not share one.
 int64_t workspace_bytes(const Scheme& scheme, const std::string& config, int blocks);
 
-// Starts the kernel. `blocks` thread blocks share the work; any number >= 1 gives a right result, and the same number the
-// same bits. Best is what fits the GPU at once, but no more blocks than (row tiles * token tiles * k tiles).
+// Starts the kernel. `blocks` thread blocks share the work; any number >= 1 gives a right result, and the same number
+// the same bits. Best is what fits the GPU at once, but no more blocks than (row tiles * token tiles * k tiles).
 std::string gemm(const Problem& problem, const std::string& config, int blocks, CUstream_st* stream);
 
-// out[m, i] = x[m, perm[i]], i < K, and 0 for K <= i < out_stride. With perm null the columns stay where they are: this also
-// pads an x whose rows are not 16-byte aligned. x has rows x_stride elements apart; elements are 16-bit.
-std::string gather_columns(const void* x, int64_t x_stride, const int32_t* perm, void* out, int64_t out_stride, int M, int K,
-                           CUstream_st* stream);
+// out[m, i] = x[m, perm[i]], i < K, and 0 for K <= i < out_stride. With perm null the columns stay where they are: this
+// also pads an x whose rows are not 16-byte aligned. x has rows x_stride elements apart; elements are 16-bit.
+std::string gather_columns(const void* x, int64_t x_stride, const int32_t* perm, void* out, int64_t out_stride, int M,
+                           int K, CUstream_st* stream);
 
 }  // namespace sparse_marlin

@@ -14,12 +14,12 @@
 
 using namespace gemm_test;
 
-#define CUDA(call)                                                                                    \
-  do {                                                                                                \
-    if (cudaError_t e = (call); e != cudaSuccess) {                                                   \
-      std::printf("%s:%d: %s: %s\n", __FILE__, __LINE__, #call, cudaGetErrorString(e));               \
-      std::exit(1);                                                                                   \
-    }                                                                                                 \
+#define CUDA(call)                                                                      \
+  do {                                                                                  \
+    if (cudaError_t e = (call); e != cudaSuccess) {                                     \
+      std::printf("%s:%d: %s: %s\n", __FILE__, __LINE__, #call, cudaGetErrorString(e)); \
+      std::exit(1);                                                                     \
+    }                                                                                   \
   } while (0)
 
 struct Variant {
@@ -39,9 +39,14 @@ template <class C> Variant variant() {
   using W = typename C::Weights;
   char text[128];
   const bool bf16 = ptx::is_bf16<typename C::T>;
-  std::snprintf(text, sizeof text, "%s-%s-w%d-g%d%s t%d n%d k%d kt%d st%d b%d", W::SPARSE ? "sparse" : "dense", bf16 ? "bf16" : "f16", W::BITS,
-                W::GROUP, W::ZERO_POINTS ? "-zp" : "", C::TOKENS, C::WARPS_N, C::WARPS_K, C::K_TILE, C::STAGES, C::BLOCKS_PER_SM);
-  return {text, {bf16 ? Float16::BFLOAT16 : Float16::HALF, W::BITS, W::GROUP, W::SPARSE, W::ZERO_POINTS}, shape_sm80<C>(), start_sm80<C>, occupancy<C>};
+  std::snprintf(text, sizeof text, "%s-%s-w%d-g%d%s t%d n%d k%d kt%d st%d b%d", W::SPARSE ? "sparse" : "dense",
+                bf16 ? "bf16" : "f16", W::BITS, W::GROUP, W::ZERO_POINTS ? "-zp" : "", C::TOKENS, C::WARPS_N,
+                C::WARPS_K, C::K_TILE, C::STAGES, C::BLOCKS_PER_SM);
+  return {text,
+          {bf16 ? Float16::BFLOAT16 : Float16::HALF, W::BITS, W::GROUP, W::SPARSE, W::ZERO_POINTS},
+          shape_sm80<C>(),
+          start_sm80<C>,
+          occupancy<C>};
 }
 
 template <class V> V* upload(const std::vector<V>& v, int copies = 1) {
@@ -50,7 +55,8 @@ template <class V> V* upload(const std::vector<V>& v, int copies = 1) {
   if (!bytes) return nullptr;
   CUDA(cudaMalloc(&d, bytes * copies));
   CUDA(cudaMemcpy(d, v.data(), bytes, cudaMemcpyHostToDevice));
-  for (int i = 1; i < copies; ++i) CUDA(cudaMemcpy(reinterpret_cast<uint8_t*>(d) + i * bytes, d, bytes, cudaMemcpyDeviceToDevice));
+  for (int i = 1; i < copies; ++i)
+    CUDA(cudaMemcpy(reinterpret_cast<uint8_t*>(d) + i * bytes, d, bytes, cudaMemcpyDeviceToDevice));
   return d;
 }
 
@@ -79,12 +85,25 @@ struct OnDevice {
     CUDA(cudaMemset(workspace, 0xff, WORKSPACE));
   }
   ~OnDevice() {
-    for (void* d : {(void*)weights, (void*)meta, (void*)scales, (void*)row_scales, (void*)x, (void*)bias, (void*)y, (void*)workspace}) cudaFree(d);
+    for (void* d : {(void*)weights, (void*)meta, (void*)scales, (void*)row_scales, (void*)x, (void*)bias, (void*)y,
+                    (void*)workspace})
+      cudaFree(d);
   }
   size_t bytes() const { return w.weights.size() * 4 + w.meta.size() * 4 + w.scales.size() * 2; }
   Problem problem(int M, int copy) const {
-    return {p.scheme, M, p.N, p.K, x, p.K, weights + copy * w.weights.size(), meta + copy * w.meta.size(), scales + copy * w.scales.size(),
-            row_scales, bias, y, workspace};
+    return {p.scheme,
+            M,
+            p.N,
+            p.K,
+            x,
+            p.K,
+            weights + copy * w.weights.size(),
+            meta + copy * w.meta.size(),
+            scales + copy * w.scales.size(),
+            row_scales,
+            bias,
+            y,
+            workspace};
   }
 };
 
@@ -93,7 +112,8 @@ bool right(const OnDevice& d, const Variant& v, int M, int blocks) {
   std::vector<uint16_t> first(count), again(count);
   for (int i = 0; i < 10; ++i) {
     CUDA(cudaMemset(d.y, 0xff, count * 2));
-    if (const std::string e = v.start(d.problem(M, i % d.copies), blocks, nullptr); !e.empty()) return std::printf("%s\n", e.c_str()), false;
+    if (const std::string e = v.start(d.problem(M, i % d.copies), blocks, nullptr); !e.empty())
+      return std::printf("%s\n", e.c_str()), false;
     CUDA(cudaMemcpy((i ? again : first).data(), d.y, count * 2, cudaMemcpyDeviceToHost));
     if (i && again != first) return std::printf("  %s M %d: the bits of run %d differ\n", v.name.c_str(), M, i), false;
   }
@@ -101,10 +121,12 @@ bool right(const OnDevice& d, const Variant& v, int M, int blocks) {
     const int n = i < 8 ? d.p.N - 1 - i : int(hash(i, 1, 99) % d.p.N);
     const auto row = d.p.row(n);
     for (int m : {0, M / 2, M - 1}) {
-      const Answer a = answer(d.p, row, m, n);
+      const Answer a = answer(d.p, row, d.p.token(m), n);
       const double got = value_16(first[size_t(m) * d.p.N + n], d.p.scheme.dtype);
       if (!(std::fabs(got - a.value) <= a.allowed))
-        return std::printf("  %s M %d: y[%d, %d] = %g, expected %g +- %g\n", v.name.c_str(), M, m, n, got, a.value, a.allowed), false;
+        return std::printf("  %s M %d: y[%d, %d] = %g, expected %g +- %g\n", v.name.c_str(), M, m, n, got, a.value,
+                           a.allowed),
+               false;
     }
   }
   return true;
@@ -115,7 +137,9 @@ double microseconds(const OnDevice& d, const Variant& v, int M, int blocks) {
   cudaGraph_t graph;
   cudaGraphExec_t exec;
   cudaEvent_t begin, end;
-  CUDA(cudaStreamCreate(&stream)); CUDA(cudaEventCreate(&begin)); CUDA(cudaEventCreate(&end));
+  CUDA(cudaStreamCreate(&stream));
+  CUDA(cudaEventCreate(&begin));
+  CUDA(cudaEventCreate(&end));
   const int launches = std::max(d.copies, 20);
   CUDA(cudaStreamBeginCapture(stream, cudaStreamCaptureModeGlobal));
   for (int i = 0; i < launches; ++i) v.start(d.problem(M, i % d.copies), blocks, stream);
@@ -123,7 +147,10 @@ double microseconds(const OnDevice& d, const Variant& v, int M, int blocks) {
   CUDA(cudaGraphInstantiate(&exec, graph, 0));
   std::vector<double> us;
   for (int i = 0; i < 9; ++i) {
-    CUDA(cudaEventRecord(begin, stream)); CUDA(cudaGraphLaunch(exec, stream)); CUDA(cudaEventRecord(end, stream)); CUDA(cudaEventSynchronize(end));
+    CUDA(cudaEventRecord(begin, stream));
+    CUDA(cudaGraphLaunch(exec, stream));
+    CUDA(cudaEventRecord(end, stream));
+    CUDA(cudaEventSynchronize(end));
     float ms;
     CUDA(cudaEventElapsedTime(&ms, begin, end));
     us.push_back(ms * 1000 / launches);
@@ -171,14 +198,19 @@ int main(int argc, char** argv) {
   for (const auto& list : {variants<DenseWeights<half, 4, 128, false>>(), variants<SparseWeights<half, 4, 128>>()})
     for (const auto& [N, K] : {std::pair{28672, 8192}, {4096, 4096}, {8192, 28672}}) {
       const OnDevice d(list[0].scheme, N, K);
-      std::printf("\n%s %d x %d, %.1f MB, us (TB/s of weights)\n", list[0].scheme.sparse ? "2:4" : "dense", N, K, d.bytes() / 1e6);
+      std::printf("\n%s %d x %d, %.1f MB, us (TB/s of weights)\n", list[0].scheme.sparse ? "2:4" : "dense", N, K,
+                  d.bytes() / 1e6);
       for (const Variant& v : list) {
         if (v.name.find(filter) == std::string::npos) continue;
         const int per_sm = v.occupancy();
         std::printf("%-46s occupancy %d |", v.name.c_str(), per_sm);
         std::vector<int> Ms;
         for (int M : {1, 8, 16, 32, 64, 256})
-          if (v.shape.token_tile == 8 ? M <= 8 : v.shape.token_tile == 16 ? M <= 16 : v.shape.token_tile == 32 ? M == 32 : M >= 64) Ms.push_back(M);
+          if (v.shape.token_tile == 8    ? M <= 8
+              : v.shape.token_tile == 16 ? M <= 16
+              : v.shape.token_tile == 32 ? M == 32
+                                         : M >= 64)
+            Ms.push_back(M);
         for (int M : Ms) {
           std::printf(" M %d:", M);
           for (int blocks = sms; blocks <= sms * per_sm; blocks += sms) {

@@ -1,10 +1,10 @@
 // Codes to 16-bit weights in the registers of mma's operand A: (code - zero) * scale, rounded once.
 //
 // A code masked in place is a subnormal number of either 16-bit type: bits 0 ... 7 of the pattern count units of
-// 2 ** -24 (half) or 2 ** -133 (bfloat16; its bit 7 is the lowest bit of the exponent, and 2 ** -126 is 128 units, so the
-// count goes on). Multiplying by the prepared scale, which holds the inverse of the unit, makes it a weight.
-//   symmetric     fma(code, scale, -zero * scale): exact product of a power of two, so a single rounding   1 instruction
-//   zero points   (code - zero) is exact, one rounding in the product                                      2 instructions
+// 2 ** -24 (half) or 2 ** -133 (bfloat16; its bit 7 is the lowest bit of the exponent, and 2 ** -126 is 128 units, so
+// the count goes on). Multiplying by the prepared scale, which holds the inverse of the unit, makes it a weight.
+//   symmetric     fma(code, scale, -zero * scale): the product with a power of two is exact, one rounding   (1)
+//   zero points   (code - zero) is exact, one rounding in the product   (2 instructions)
 #pragma once
 #include "common/ptx.cuh"
 
@@ -33,8 +33,10 @@ template <class T, int BITS, bool ZERO_POINTS> PTX_INLINE PairScales load_scales
 }
 
 template <class T, bool ZERO_POINTS> PTX_INLINE uint32_t scale_pair(uint32_t codes, const PairScales& s, int row) {
-  if constexpr (ZERO_POINTS) return ptx::mul2<T>(ptx::sub2<T>(codes, s.zero[row]), s.scale[row]);
-  else return ptx::fma2<T>(codes, s.scale[row], s.zero[row]);
+  if constexpr (ZERO_POINTS)
+    return ptx::mul2<T>(ptx::sub2<T>(codes, s.zero[row]), s.scale[row]);
+  else
+    return ptx::fma2<T>(codes, s.scale[row], s.zero[row]);
 }
 
 // The four registers of instruction `step` of a fragment.

@@ -5,12 +5,13 @@
 namespace sparse_marlin {
 
 // ---------------------------------------------------------------- partial sums in the workspace
-// A slot that holds no data is filled with a NaN pattern that no arithmetic makes (results are the canonical NaN), so each
-// word says by itself whether it has arrived: no flags, no fences. The reader restores the filling.
+// A slot that holds no data is filled with a NaN pattern that no arithmetic makes (results are the canonical NaN), so
+// each word says by itself whether it has arrived: no flags, no fences. The reader restores the filling.
 constexpr uint32_t EMPTY = 0xffffffffu;
 
 PTX_INLINE void push_partial(uint4* slot, const float (&v)[4]) {
-  ptx::store_relaxed(slot, make_uint4(__float_as_uint(v[0]), __float_as_uint(v[1]), __float_as_uint(v[2]), __float_as_uint(v[3])));
+  ptx::store_relaxed(
+      slot, make_uint4(__float_as_uint(v[0]), __float_as_uint(v[1]), __float_as_uint(v[2]), __float_as_uint(v[3])));
 }
 PTX_INLINE bool is_missing(const uint4& v) { return v.x == EMPTY || v.y == EMPTY || v.z == EMPTY || v.w == EMPTY; }
 
@@ -58,7 +59,8 @@ template <class T> PTX_INLINE RowPair load_row_pair(const float* row_scales, con
   return r;
 }
 
-// An accumulator of mma holds rows n, n + 1 (hardware rows g, g + 8) at tokens m, m + 1: v = {n m, n m+1, n+1 m, n+1 m+1}.
+// An accumulator of mma holds rows n, n + 1 (hardware rows g, g + 8) at tokens m, m + 1:
+// v = {(n, m), (n, m + 1), (n + 1, m), (n + 1, m + 1)}.
 template <class T>
 PTX_INLINE void store_tokens(T* y, const float (&v)[4], const RowPair& r, int m, int n, int M, int N) {
 #pragma unroll

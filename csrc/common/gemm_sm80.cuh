@@ -1,7 +1,8 @@
 // The kernel for sm_80 and later: warp-level mma with the weights as operand A, a ring of cp.async stages, stream-K.
 //
-//     y tile = ROWS output features x TOKENS.  A stage = K_TILE columns of it: codes, metadata, scales and x, each in a slot
-//     of its own (a group's scales are copied again for every stage that needs them: never shared between stages in flight).
+//     y tile = ROWS output features x TOKENS.  A stage = K_TILE columns of it: codes, metadata, scales and x, each in a
+//     slot of its own (a group's scales are copied again for every stage that needs them: never shared between stages
+//     in flight).
 //
 //     warps       WARPS_N next to each other, 16 * FRAGMENTS rows each, times WARPS_K that split a stage's columns
 //                 and add up at the end of a piece
@@ -32,20 +33,22 @@ struct Sm80Config {
 
   static constexpr int FRAGMENT_K = layout::fragment_k(Weights::BITS, Weights::SPARSE);
   static constexpr int MMA_K = layout::mma_k(Weights::SPARSE);
-  static constexpr int WARP_K = K_TILE / WARPS_K;             // columns of a stage that one warp multiplies
-  static constexpr int GROUP = Weights::GROUP;                // columns that take one scale: a group, or a part of one
+  static constexpr int WARP_K = K_TILE / WARPS_K;  // columns of a stage that one warp multiplies
+  static constexpr int GROUP = Weights::GROUP;     // columns that take one scale: a group, or a part of one
   static constexpr int STAGE_GROUPS = K_TILE / GROUP;
   static constexpr int SCALE_BYTES = layout::panel_scale_bytes(Weights::ZERO_POINTS);  // of one panel and group
 
   static_assert(TOKENS % 8 == 0 && ROWS % layout::PANEL_ROWS == 0);
   static_assert(K_TILE % GROUP == 0 && K_TILE % layout::META_K == 0 && WARP_K % FRAGMENT_K == 0);
   static_assert(WARP_K % GROUP == 0 || GROUP % WARP_K == 0);
-  static_assert(THREADS % (K_TILE / 8) == 0 && THREADS / (K_TILE / 8) % 8 == 0, "a thread copies one column chunk of x");
+  static_assert(THREADS % (K_TILE / 8) == 0 && THREADS / (K_TILE / 8) % 8 == 0,
+                "a thread copies one column chunk of x");
 };
 
 // Dynamic shared memory, the same for host and kernel.
 template <class C> struct Sm80Shared {
-  static constexpr int CODES = C::PANELS * int(layout::panel_code_bytes(C::K_TILE, C::Weights::BITS, C::Weights::SPARSE));
+  static constexpr int CODES =
+      C::PANELS * int(layout::panel_code_bytes(C::K_TILE, C::Weights::BITS, C::Weights::SPARSE));
   static constexpr int META = C::Weights::SPARSE ? C::PANELS * int(layout::panel_meta_bytes(C::K_TILE)) : 0;
   static constexpr int SCALES = C::PANELS * C::STAGE_GROUPS * C::SCALE_BYTES;
   static constexpr int X = C::TOKENS * C::K_TILE * 2;
@@ -70,8 +73,8 @@ template <class T> struct Sm80Args {
   uint4* workspace;
   int64_t x_stride;
   int64_t panel_codes, panel_meta, panel_scales;  // bytes
-  int group_step;                                 // bytes from one group's scales to the next; 0 where a row has one scale
-  int runs_log2;                                  // a group has 2 ** runs_log2 runs of C::GROUP columns
+  int group_step;  // bytes from one group's scales to the next; 0 where a row has one scale
+  int runs_log2;   // a group has 2 ** runs_log2 runs of C::GROUP columns
   int M, N, K, m_tiles;
   Partition partition;
 };
@@ -107,7 +110,8 @@ __global__ void __launch_bounds__(C::THREADS, C::BLOCKS_PER_SM) gemm_sm80(const 
   // ---- fetch: one stage, by all threads
   constexpr int X_CHUNKS = C::K_TILE / 8, X_ROWS_PER_ROUND = C::THREADS / X_CHUNKS;
   const int x_chunk = threadIdx.x % X_CHUNKS, x_row = threadIdx.x / X_CHUNKS;
-  const uint32_t x_dst = base + S::x + (x_chunk / 8) * (C::TOKENS * 128) + x_row * 128 + (((x_chunk % 8) ^ (x_row % 8)) << 4);
+  const uint32_t x_dst =
+      base + S::x + (x_chunk / 8) * (C::TOKENS * 128) + x_row * 128 + (((x_chunk % 8) ^ (x_row % 8)) << 4);
   auto fetch = [&](const Walk& walk, int slot) {
     const int n_tile = walk.tile / p.m_tiles, m0 = (walk.tile - n_tile * p.m_tiles) * C::TOKENS;
     const int last_panel = (p.N - 1) / PANEL_ROWS;
@@ -121,8 +125,9 @@ __global__ void __launch_bounds__(C::THREADS, C::BLOCKS_PER_SM) gemm_sm80(const 
                                          p.meta + panel * p.panel_meta + int64_t(walk.k) * (S::META / C::PANELS));
 #pragma unroll
       for (int j = 0; j < C::STAGE_GROUPS; ++j)
-        copy_run<C, C::SCALE_BYTES>(base + S::scales + slot * S::SCALES + (i * C::STAGE_GROUPS + j) * C::SCALE_BYTES,
-                                    p.scales + panel * p.panel_scales + int64_t((walk.k * C::STAGE_GROUPS + j) >> p.runs_log2) * p.group_step);
+        copy_run<C, C::SCALE_BYTES>(
+            base + S::scales + slot * S::SCALES + (i * C::STAGE_GROUPS + j) * C::SCALE_BYTES,
+            p.scales + panel * p.panel_scales + int64_t((walk.k * C::STAGE_GROUPS + j) >> p.runs_log2) * p.group_step);
     }
     const int column = walk.k * C::K_TILE + x_chunk * 8;
     const uint32_t x_bytes = column < p.K ? 16 : 0;  // zeros past K
@@ -138,15 +143,19 @@ __global__ void __launch_bounds__(C::THREADS, C::BLOCKS_PER_SM) gemm_sm80(const 
 
   // ---- multiply: one stage, each warp its rows and its share of the columns
   float acc[C::FRAGMENTS][C::N8][4];
-  const int first_fragment = warp_n * C::FRAGMENTS, panel = first_fragment / FRAGMENTS_PER_PANEL, in_panel = first_fragment % FRAGMENTS_PER_PANEL;
+  const int first_fragment = warp_n * C::FRAGMENTS, panel = first_fragment / FRAGMENTS_PER_PANEL,
+            in_panel = first_fragment % FRAGMENTS_PER_PANEL;
   const int first_k = warp_k * C::WARP_K;
   const uint32_t codes_at = base + S::codes + panel * (S::CODES / C::PANELS) +
-                            (first_k / C::FRAGMENT_K * FRAGMENTS_PER_PANEL + in_panel) * FRAGMENT_BYTES + lane * LANE_BYTES;
+                            (first_k / C::FRAGMENT_K * FRAGMENTS_PER_PANEL + in_panel) * FRAGMENT_BYTES +
+                            lane * LANE_BYTES;
   const uint32_t meta_at = base + S::meta + panel * (S::META / C::PANELS) +
                            (first_k / META_K * FRAGMENTS_PER_PANEL + in_panel) * META_FRAGMENT_BYTES + lane * 4;
   constexpr int PAIR_BYTES = C::SCALE_BYTES / (PANEL_ROWS / 2);
-  const uint32_t scales_at = base + S::scales + (panel * C::STAGE_GROUPS + first_k / C::GROUP) * C::SCALE_BYTES + (in_panel * 8 + g) * PAIR_BYTES;
-  // Matrix lane / 8 of a 32-column piece of x, its row lane % 8; the other piece of a 128-byte row is 64 away (swizzled).
+  const uint32_t scales_at = base + S::scales + (panel * C::STAGE_GROUPS + first_k / C::GROUP) * C::SCALE_BYTES +
+                             (in_panel * 8 + g) * PAIR_BYTES;
+  // Matrix lane / 8 of a 32-column piece of x, its row lane % 8; the other piece of a 128-byte row is 64 away
+  // (swizzled).
   const uint32_t x_at = base + S::x + first_k / 64 * (C::TOKENS * 128) + lane % 8 * 128;
   const uint32_t x_swizzled[2] = {uint32_t((first_k % 64 / 8 + lane / 8) ^ (lane % 8)) << 4,
                                   uint32_t((first_k % 64 / 8 + lane / 8 + 4) ^ (lane % 8)) << 4};
@@ -159,7 +168,7 @@ __global__ void __launch_bounds__(C::THREADS, C::BLOCKS_PER_SM) gemm_sm80(const 
 #pragma unroll
       for (int f = 0; f < C::FRAGMENTS; ++f) {
         const uint4 v = ptx::load_shared<uint4>(codes_slot + (chunk * FRAGMENTS_PER_PANEL + f) * FRAGMENT_BYTES);
-        uint32_t(&words)[4] = codes[chunk % 2][f];
+        uint32_t (&words)[4] = codes[chunk % 2][f];
         words[0] = v.x, words[1] = v.y, words[2] = v.z, words[3] = v.w;
       }
     };
@@ -175,11 +184,13 @@ __global__ void __launch_bounds__(C::THREADS, C::BLOCKS_PER_SM) gemm_sm80(const 
         if (k % C::GROUP == 0)
 #pragma unroll
           for (int f = 0; f < C::FRAGMENTS; ++f)
-            scales[f] = load_scales<T, W::BITS, W::ZERO_POINTS>(scales_slot + k / C::GROUP * C::SCALE_BYTES + f * 8 * PAIR_BYTES);
+            scales[f] = load_scales<T, W::BITS, W::ZERO_POINTS>(scales_slot + k / C::GROUP * C::SCALE_BYTES +
+                                                                f * 8 * PAIR_BYTES);
         if (W::SPARSE && k % META_K == 0)
 #pragma unroll
           for (int f = 0; f < C::FRAGMENTS; ++f)
-            meta[f] = ptx::load_shared<uint32_t>(meta_slot + (k / META_K * FRAGMENTS_PER_PANEL + f) * META_FRAGMENT_BYTES);
+            meta[f] =
+                ptx::load_shared<uint32_t>(meta_slot + (k / META_K * FRAGMENTS_PER_PANEL + f) * META_FRAGMENT_BYTES);
         if (k % 32 == 0)
 #pragma unroll
           for (int j = 0; j < C::N8; ++j)
@@ -199,11 +210,12 @@ __global__ void __launch_bounds__(C::THREADS, C::BLOCKS_PER_SM) gemm_sm80(const 
   auto finish = [&](int tile, int k_end) {
     if constexpr (C::WARPS_K > 1) {
       auto cell = [&](int from, int q) {
-        return base + S::partial + (((from - 1) * C::ACCUMULATORS + q) * C::EPILOGUE_THREADS + threadIdx.x % C::EPILOGUE_THREADS) * 16;
+        return base + S::partial +
+               (((from - 1) * C::ACCUMULATORS + q) * C::EPILOGUE_THREADS + threadIdx.x % C::EPILOGUE_THREADS) * 16;
       };
 #pragma unroll
       for (int q = 0; q < C::ACCUMULATORS; ++q) {
-        const float(&v)[4] = acc[q / C::N8][q % C::N8];
+        const float (&v)[4] = acc[q / C::N8][q % C::N8];
         if (warp_k > 0) ptx::store_shared(cell(warp_k, q), make_float4(v[0], v[1], v[2], v[3]));
       }
       __syncthreads();  // the next piece writes these cells after another one, in its main loop
@@ -213,7 +225,7 @@ __global__ void __launch_bounds__(C::THREADS, C::BLOCKS_PER_SM) gemm_sm80(const 
 #pragma unroll
         for (int from = 1; from < C::WARPS_K; ++from) {
           const float4 v = ptx::load_shared<float4>(cell(from, q));
-          float(&a)[4] = acc[q / C::N8][q % C::N8];
+          float (&a)[4] = acc[q / C::N8][q % C::N8];
           a[0] += v.x, a[1] += v.y, a[2] += v.z, a[3] += v.w;
         }
     }

@@ -18,7 +18,8 @@ struct Instance {
   }
 };
 
-// Defined in dense/ and sparse24/instances_sm80.cuh; the .cu files beside them instantiate a few each, to compile at once.
+// Defined in dense/ and sparse24/instances_sm80.cuh; the .cu files beside them instantiate a few each, to compile at
+// once.
 template <Float16 DTYPE, int BITS, bool ZERO_POINTS> std::vector<Instance> dense_sm80();
 template <Float16 DTYPE, int BITS> std::vector<Instance> sparse_sm80();
 

@@ -12,7 +12,12 @@ namespace sparse_marlin {
 static_assert(ROW_PANEL == layout::PANEL_ROWS && K_PANEL % layout::fragment_k(4, true) == 0);
 
 template <class C> BlockShape shape_sm80() {
-  return {C::THREADS, Sm80Shared<C>::bytes, C::TOKENS, C::ROWS, C::K_TILE, C::BLOCKS_PER_SM,
+  return {C::THREADS,
+          Sm80Shared<C>::bytes,
+          C::TOKENS,
+          C::ROWS,
+          C::K_TILE,
+          C::BLOCKS_PER_SM,
           int64_t(C::ACCUMULATORS) * C::EPILOGUE_THREADS * 16};
 }
 
@@ -21,7 +26,8 @@ template <class C> std::string start_sm80(const Problem& p, int blocks, cudaStre
   using T = typename C::T;
   const auto ceil_div = [](int64_t a, int64_t b) { return (a + b - 1) / b; };
   const int64_t padded_k = ceil_div(p.K, K_PANEL) * K_PANEL;
-  const int64_t m_tiles = ceil_div(p.M, C::TOKENS), tiles = ceil_div(p.N, C::ROWS) * m_tiles, k_tiles = ceil_div(p.K, C::K_TILE);
+  const int64_t m_tiles = ceil_div(p.M, C::TOKENS), tiles = ceil_div(p.N, C::ROWS) * m_tiles,
+                k_tiles = ceil_div(p.K, C::K_TILE);
   if (tiles * k_tiles > INT_MAX) return "the problem is too large: more than 2^31 work units";
   const int group_bytes = layout::panel_scale_bytes(C::Weights::ZERO_POINTS);
   const int group = p.scheme.group_size;  // columns, or -1

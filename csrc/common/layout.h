@@ -1,8 +1,9 @@
-// Where a prepared weight keeps each of its numbers, as a coordinate map: the C++ twin of sparse_marlin/layouts/coordinates.py.
+// Where a prepared weight keeps each of its numbers, as a coordinate map: the twin of
+// sparse_marlin/layouts/coordinates.py.
 //
-// A FRAGMENT is 16 rows x FRAGMENT_K columns: 32 lanes x 16 bytes of codes, in the registers that a lane hands to mma as
-// operand A (row-major, 16 rows). With lane = 4 g + t, the instruction's rows g and g + 8 are the logical rows 2 g and
-// 2 g + 1: a lane then owns two neighbouring output features, and stores them together.
+// A FRAGMENT is 16 rows x FRAGMENT_K columns: 32 lanes x 16 bytes of codes, in the registers that a lane hands to mma
+// as operand A (row-major, 16 rows). With lane = 4 g + t, the instruction's rows g and g + 8 are the logical rows 2 g
+// and 2 g + 1: a lane then owns two neighbouring output features, and stores them together.
 //
 //   codes       [N / 128][K / FRAGMENT_K][8 fragments of 16 rows][32 lanes][4 words]
 //   metadata    [N / 128][K / 64][8 fragments of 16 rows][32 lanes][1 word]                        2:4 only
@@ -41,9 +42,9 @@ struct Coordinate {
 // The numbers of a 16-bit pair are half a word apart, so that masks pick both at once.
 constexpr Coordinate code_coordinate(int num_bits, int lane, int word, int index) {
   const int g = lane / 4, t = lane % 4;
-  const int step = num_bits == 4 ? word : word / 2;                              // instruction
-  const int reg = num_bits == 4 ? index % 4 : 2 * (word % 2) + index % 2;        // of the four that it takes
-  const int half = num_bits == 4 ? index / 4 : index / 2;                        // low or high half of that register
+  const int step = num_bits == 4 ? word : word / 2;                        // instruction
+  const int reg = num_bits == 4 ? index % 4 : 2 * (word % 2) + index % 2;  // of the four that it takes
+  const int half = num_bits == 4 ? index / 4 : index / 2;                  // low or high half of that register
   return {2 * g + reg % 2, 16 * step + 8 * (reg / 2) + 2 * t + half};
 }
 

@@ -1,16 +1,16 @@
 // How thread blocks share the work (stream-K).
 //
-// A UNIT is one tile of y times one tile of K. The units of the whole problem lie on a line, tile by tile, and the line is
-// cut into one run per block, equal to within a unit; a run may begin and end inside a tile. Four blocks, three tiles of
-// five units:
+// A UNIT is one tile of y times one tile of K. The units of the whole problem lie on a line, tile by tile, and the line
+// is cut into one run per block, equal to within a unit; a run may begin and end inside a tile. Four blocks, three
+// tiles of five units:
 //
 //     tile      |    0    |    1    |    2    |
 //     unit      0 . . . . 5 . . . . 10. . . . 15
 //     block     |  0  |   1   |   2   |   3   |
 //
 // The block that holds a tile's last unit FINISHES it: it adds the pieces of the blocks before it, in their order, so
-// the result does not depend on timing. A block walks its tiles from the last to the first. The piece that somebody else
-// finishes, at the end of its run, thus comes first, and the piece that it must wait for itself comes last. It
+// the result does not depend on timing. A block walks its tiles from the last to the first. The piece that somebody
+// else finishes, at the end of its run, thus comes first, and the piece that it must wait for itself comes last. It
 // only ever waits for blocks of a lower index, which the GPU starts earlier: any number of blocks gets through.
 #pragma once
 #include "common/ptx.cuh"
@@ -27,7 +27,7 @@ struct Partition {
 
 // Goes through one block's units: tiles downwards, K upwards within a tile.
 struct Walk {
-  int first, end;        // the units of the run that no piece has covered yet
+  int first, end;          // the units of the run that no piece has covered yet
   int tile = 0, k, k_end;  // the piece: the K tiles [k, k_end) of a tile
   int k_tiles;
 

@@ -30,13 +30,14 @@ inline uint16_t round_16(double v, Float16 type) {
   v = std::fabs(v);
   if (v == 0) return sign;
   int exponent = std::max(std::ilogb(v), min_exponent);
-  const double ulps = std::nearbyint(std::ldexp(v, mantissa - exponent));  // ties to even
+  const double ulps = std::nearbyint(std::ldexp(v, mantissa - exponent));        // ties to even
   return uint16_t(sign + ((exponent + bias - 1) << mantissa) + uint16_t(ulps));  // a carry runs into the exponent
 }
 inline double value_16(uint16_t u, Float16 type) {
   const int mantissa = type == Float16::HALF ? 10 : 7, min_exponent = type == Float16::HALF ? -14 : -126;
   const int e = (u & 0x7fff) >> mantissa, m = u & ((1 << mantissa) - 1);
-  const double v = e ? std::ldexp((1 << mantissa) + m, e + min_exponent - 1 - mantissa) : std::ldexp(m, min_exponent - mantissa);
+  const double v =
+      e ? std::ldexp((1 << mantissa) + m, e + min_exponent - 1 - mantissa) : std::ldexp(m, min_exponent - mantissa);
   return u & 0x8000 ? -v : v;
 }
 
@@ -79,6 +80,11 @@ struct GemmProblem {
     const uint32_t h = hash(n, 0, salt + 6);
     return round_16(exact ? double(int(h % 9) - 4) : (int(h % 2001) - 1000) / 100.0, scheme.dtype);
   }
+  std::vector<double> token(int m) const {  // x[m, :]
+    std::vector<double> x(K);
+    for (int k = 0; k < K; ++k) x[k] = value_16(x_bits(m, k), scheme.dtype);
+    return x;
+  }
   // The weight's row as the library defines it: the product rounded once to 16 bits.
   std::vector<double> row(int n) const {
     std::vector<double> w(K, 0.0);
@@ -96,10 +102,11 @@ struct GemmProblem {
 struct Answer {
   double value, allowed;  // allowed: error from rounding y and from adding in float
 };
-inline Answer answer(const GemmProblem& p, const std::vector<double>& row, int m, int n) {
+// y[m, n] from p.row(n) and p.token(m).
+inline Answer answer(const GemmProblem& p, const std::vector<double>& row, const std::vector<double>& x, int n) {
   double sum = p.with_bias ? value_16(p.bias_bits(n), p.scheme.dtype) : 0, magnitude = std::fabs(sum);
   for (int k = 0; k < p.K; ++k) {
-    const double product = row[k] * value_16(p.x_bits(m, k), p.scheme.dtype);
+    const double product = row[k] * x[k];
     sum += product, magnitude += std::fabs(product);
   }
   if (p.exact) return {p.rounded(sum), 0.0};
@@ -140,8 +147,10 @@ inline Prepared prepare(const GemmProblem& p, int threads = 1) {
   out.row_scales.assign(size_t(panels) * PANEL_ROWS, 1.f);
   parallel(panels, threads, [&](int panel) {
     for (int fragment = 0; fragment < padded_k / fk * FRAGMENTS_PER_PANEL; ++fragment) {
-      const int n0 = panel * PANEL_ROWS + fragment % FRAGMENTS_PER_PANEL * FRAGMENT_ROWS, k0 = fragment / FRAGMENTS_PER_PANEL * fk;
-      uint32_t* words = out.weights.data() + (size_t(panel) * (padded_k / fk * FRAGMENTS_PER_PANEL) + fragment) * 32 * 4;
+      const int n0 = panel * PANEL_ROWS + fragment % FRAGMENTS_PER_PANEL * FRAGMENT_ROWS,
+                k0 = fragment / FRAGMENTS_PER_PANEL * fk;
+      uint32_t* words =
+          out.weights.data() + (size_t(panel) * (padded_k / fk * FRAGMENTS_PER_PANEL) + fragment) * 32 * 4;
       for (int lane = 0; lane < 32; ++lane)
         for (int word = 0; word < 4; ++word) {
           uint32_t v = 0;
@@ -155,7 +164,8 @@ inline Prepared prepare(const GemmProblem& p, int threads = 1) {
         }
     }
     for (int fragment = 0; s.sparse && fragment < padded_k / META_K * FRAGMENTS_PER_PANEL; ++fragment) {
-      const int n0 = panel * PANEL_ROWS + fragment % FRAGMENTS_PER_PANEL * FRAGMENT_ROWS, k0 = fragment / FRAGMENTS_PER_PANEL * META_K;
+      const int n0 = panel * PANEL_ROWS + fragment % FRAGMENTS_PER_PANEL * FRAGMENT_ROWS,
+                k0 = fragment / FRAGMENTS_PER_PANEL * META_K;
       uint32_t* words = out.meta.data() + (size_t(panel) * (padded_k / META_K * FRAGMENTS_PER_PANEL) + fragment) * 32;
       for (int lane = 0; lane < 32; ++lane) {
         uint32_t v = 0;
@@ -190,8 +200,9 @@ inline std::string name(const GemmProblem& p) {
   const Scheme& s = p.scheme;
   char text[160];
   std::snprintf(text, sizeof text, "%s %s int%d group %d%s, %d x %d x %d%s%s, salt %u", s.sparse ? "2:4" : "dense",
-                s.dtype == Float16::HALF ? "f16" : "bf16", s.num_bits, s.group_size, s.zero_points ? " zero points" : "", p.M, p.N, p.K,
-                p.exact ? " exact" : "", p.with_bias ? " bias" : "", p.salt);
+                s.dtype == Float16::HALF ? "f16" : "bf16", s.num_bits, s.group_size,
+                s.zero_points ? " zero points" : "", p.M, p.N, p.K, p.exact ? " exact" : "", p.with_bias ? " bias" : "",
+                p.salt);
   return text;
 }
 
