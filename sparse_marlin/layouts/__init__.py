@@ -81,7 +81,7 @@ def to_kernel(packed: PackedWeight, activation_dtype: torch.dtype) -> KernelWeig
     else:
         weights = sparse24.pack_values(packed.qweight, k, s.num_bits)
         meta = sparse24.pack_meta(packed.meta, k)
-    groups = s.num_groups(k if s.group_size == -1 else round_up(k, K_PANEL))
+    groups = s.num_groups(round_up(k, K_PANEL))
     scales, row_scales = pack_scales(packed.scales, packed.zero_point, s.num_bits, groups, activation_dtype)
     perm = None if perm is None else perm.int()
     return KernelWeight(s, packed.out_features, k, weights, meta, scales, row_scales, perm)

@@ -46,9 +46,7 @@ def code_coordinates(num_bits: int) -> tuple[Tensor, Tensor]:
     else:
         instruction, register, half = word // 2, 2 * (word % 2) + index % 2, index // 2
     g, t = lane // 4, lane % 4
-    rows, columns = torch.broadcast_tensors(
-        2 * g + register % 2, 16 * instruction + 8 * (register // 2) + 2 * t + half
-    )
+    rows, columns = torch.broadcast_tensors(2 * g + register % 2, 16 * instruction + 8 * (register // 2) + 2 * t + half)
     return rows, columns
 
 
@@ -171,7 +169,8 @@ def _fragment(num_bits: int, coordinates: tuple[Tensor, Tensor], device: torch.d
 
 def _axes(lanes: int, words: int, indices: int) -> tuple[Tensor, Tensor, Tensor]:
     """The three indices of a number in a fragment, to broadcast with each other."""
-    return torch.arange(lanes).view(-1, 1, 1), torch.arange(words).view(1, -1, 1), torch.arange(indices).view(1, 1, -1)
+    lane, word, index = (torch.arange(count, device="cpu") for count in (lanes, words, indices))
+    return lane.view(-1, 1, 1), word.view(1, -1, 1), index.view(1, 1, -1)
 
 
 def _take(v: Tensor, order: Tensor) -> Tensor:
