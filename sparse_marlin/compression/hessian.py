@@ -29,11 +29,13 @@ class Hessian:
         """Adds inputs [..., K] of any floating dtype; leading dimensions are rows.
 
         Raises:
-            ValueError: if the last dimension is not K.
+            ValueError: if x is not floating point, or its last dimension is not K.
             NonFiniteError: if x holds NaN or infinity; nothing is added then.
         """
         k = self.matrix.shape[0]
-        if x.shape[-1] != k:
+        if not x.is_floating_point():
+            raise ValueError(f"calibration inputs must be floating-point activations, got {x.dtype}")
+        if x.shape[-1:] != (k,):
             raise ValueError(f"calibration inputs must end in a dimension of in_features = {k}, got {list(x.shape)}")
         x = x.detach().reshape(-1, k)
         if not torch.isfinite(x).all():

@@ -8,6 +8,7 @@ same inverse Hessian whether it comes from pruning (SparseGPT, arXiv 2301.00774)
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -58,6 +59,23 @@ def check_method(method: str, sparsity: str | None, allow_prune_only: bool) -> N
     known = METHODS_DENSE if sparsity is None else METHODS_24 + (PRUNE_ONLY if allow_prune_only else ())
     if method not in known:
         raise ValueError(f"method must be one of auto, {', '.join(known)} for sparsity={sparsity!r}, got {method!r}")
+
+
+def check_damping(damping: float) -> None:
+    """Raises ValueError for a damping that is no finite number >= 0."""
+    if not (math.isfinite(damping) and damping >= 0):
+        raise ValueError(f"damping must be a finite number >= 0, got {damping!r}")
+
+
+def why_no_weight(weight: Tensor) -> str | None:
+    """Why a tensor cannot be compressed, whatever the scheme, or None."""
+    if weight.dtype not in (torch.float16, torch.bfloat16, torch.float32):
+        return f"the weight must be float16, bfloat16 or float32, got {weight.dtype}"
+    if weight.device.type == "meta":
+        return "the weight is on the meta device: load the model onto a CPU or GPU first"
+    if not torch.isfinite(weight).all():
+        return "the weight holds NaN or infinite values"
+    return None
 
 
 def output_error(weight: Tensor, approximation: Tensor, hessian: Tensor | None) -> float:
