@@ -55,10 +55,9 @@ def why_not(packed: PackedWeight, activation_dtype: torch.dtype) -> str | None:
     if packed.zero_point is not None and int(packed.zero_point.max()) > 1 << packed.scheme.num_bits:
         return f"its zero points reach {int(packed.zero_point.max())}; the kernels take {1 << packed.scheme.num_bits}"
     if packed.g_idx is not None:
-        columns = torch.bincount(packed.g_idx, minlength=packed.scales.shape[1])
         width = packed.scheme.group_width(packed.in_features)
-        if not bool((columns == width).all()):
-            return f"its groups have {int(columns.min())} to {int(columns.max())} columns; the kernels need {width}"
+        if not torch.equal(packed.g_idx.sort().values, dense.runs(packed.in_features, width, packed.device)):
+            return f"its g_idx does not give each group {width} columns, as the kernels need"
     return None
 
 
@@ -81,7 +80,7 @@ def to_kernel(packed: PackedWeight, activation_dtype: torch.dtype) -> KernelWeig
     else:
         weights = sparse24.pack_values(packed.qweight, k, s.num_bits)
         meta = sparse24.pack_meta(packed.meta, k)
-    groups = s.num_groups(k if s.group_size == -1 else round_up(k, K_PANEL))
+    groups = s.num_groups(round_up(k, K_PANEL))
     scales, row_scales = pack_scales(packed.scales, packed.zero_point, s.num_bits, groups, activation_dtype)
     perm = None if perm is None else perm.int()
     return KernelWeight(s, packed.out_features, k, weights, meta, scales, row_scales, perm)

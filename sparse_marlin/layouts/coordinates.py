@@ -169,7 +169,8 @@ def _fragment(num_bits: int, coordinates: tuple[Tensor, Tensor], device: torch.d
 
 def _axes(lanes: int, words: int, indices: int) -> tuple[Tensor, Tensor, Tensor]:
     """The three indices of a number in a fragment, to broadcast with each other."""
-    return torch.arange(lanes).view(-1, 1, 1), torch.arange(words).view(1, -1, 1), torch.arange(indices).view(1, 1, -1)
+    lane, word, index = (torch.arange(count, device="cpu") for count in (lanes, words, indices))
+    return lane.view(-1, 1, 1), word.view(1, -1, 1), index.view(1, 1, -1)
 
 
 def _take(v: Tensor, order: Tensor) -> Tensor:

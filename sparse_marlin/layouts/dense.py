@@ -29,5 +29,10 @@ def perm_of(g_idx: Tensor) -> Tensor | None:
 
 def g_idx_of(perm: Tensor, group_width: int) -> Tensor:
     """Undoes :func:`perm_of` for groups of ``group_width`` columns: [K] int32."""
-    runs = torch.arange(perm.numel(), dtype=torch.int32, device=perm.device) // group_width
-    return torch.empty_like(runs).scatter_(0, perm, runs)
+    sorted_g_idx = runs(perm.numel(), group_width, perm.device)
+    return torch.empty_like(sorted_g_idx).scatter_(0, perm, sorted_g_idx)
+
+
+def runs(in_features: int, group_width: int, device: torch.device) -> Tensor:
+    """[K] int32, the group of each column where groups are runs of columns."""
+    return torch.arange(in_features, dtype=torch.int32, device=device) // group_width

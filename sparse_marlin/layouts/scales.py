@@ -1,17 +1,17 @@
-"""Scales and zero points beside the codes, normalised so that 16-bit arithmetic on them is exact.
+"""Scales and zero points beside the codes, normalised row by row so that 16-bit arithmetic on them is exact.
 
 The kernels read a code in place, as a subnormal 16-bit number: the integer v is v * 2 ** UNIT, or 16 times that in rows
-whose codes sit four bits higher (``row_shift``). The scale they multiply it with holds the inverse, so it may be up to
-2 ** 24 (float16) times the scale of the weight, and would often be infinite. Hence each row is multiplied by the largest
-power of two that keeps its scales finite, and ``row_scales`` takes it back from the finished sum:
+whose codes sit four bits higher (``row_shift``). The scale that they multiply it with holds the inverse: 2 ** 24 times
+the weight's scale in float16, which would often be infinite. Hence each row is multiplied by the largest power of two
+that keeps its scales finite, and ``row_scales`` takes that back from the finished sum:
 
     stored = scale * 2 ** (e - UNIT - row_shift)        row_scales = 2 ** -e
 
-A power of two loses no bits of a scale, subnormal ones included: :func:`unpack_scales` gives back what
-:func:`pack_scales` got, wherever that is exact in the dtype of the kernel. Two things are not. Scales of more bits than
-that dtype has, bfloat16 having 8 and float16 11, are rounded once. And 16-bit floats end: a scale far below the largest
-of its row is rounded at the smallest subnormal; if both come in float16, that takes one of 2 ** 12 or more and one below
-2 ** -10 in the same row.
+A power of two costs a scale no bits, subnormal ones included, and :func:`unpack_scales` returns what
+:func:`pack_scales` got. There are two exceptions. Scales with more bits than the kernel's dtype (float16 has 11,
+bfloat16 has 8) are rounded to it, once. And a scale that is smaller than the largest of its row by more than the range
+of the kernel's dtype loses bits, or all of them: of scales that came in float16 themselves, only those below 2 ** -10
+in a row of INT4 codes with another of at least 2 ** 12.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def pack_scales(
     parts = [_by_pairs(stored.view(torch.int16))]
     if zero_point is not None:
         parts.append(_by_pairs((padded(zero_point).long() << shift.unsqueeze(1)).to(torch.int16)))
-    return torch.cat(parts, 3).view(dtype), row_scales
+    return torch.cat(parts, 3).contiguous().view(dtype), row_scales
 
 
 def unpack_scales(

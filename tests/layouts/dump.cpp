@@ -49,7 +49,8 @@ int main(int argc, char** argv) {
   if (argc == 2 && std::string(argv[1]) == "map") {
     dump_map();
   } else if (argc == 9 && std::string(argv[1]) == "weight") {
-    const Scheme scheme{number(6) ? Float16::BFLOAT16 : Float16::HALF, number(2), number(3), number(4) != 0, number(5) != 0};
+    const Scheme scheme{number(6) ? Float16::BFLOAT16 : Float16::HALF, number(2), number(3), number(4) != 0,
+                        number(5) != 0};
     dump_weight({scheme, 0, number(7), number(8), false, false, 7});
   } else {
     return 2;
