@@ -169,8 +169,9 @@ def patch_model(
                         _install(model, result)
                 finished += [result.report for result in done]
                 inputs = None  # the largest tensors here, and no longer needed
-                for i, call in enumerate(calls[index]):
-                    hidden[i] = _run(block, hidden[i], call, where)
+                if index + 1 < len(blocks):
+                    for i, call in enumerate(calls[index]):
+                        hidden[i] = _run(block, hidden[i], call, where)
             calls[index].clear()
     finally:
         model.train(was_training)
