@@ -23,6 +23,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, Literal
 
+import readme
 import torch
 import transformers
 
@@ -61,6 +62,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--json", type=Path, help="write the rows there")
+    parser.add_argument("--readme", action="store_true", help="replace the table in README.md by these rows")
     args = parser.parse_args()
 
     path = args.model or sample_model()
@@ -109,6 +111,23 @@ def main() -> None:
         )
         if args.json:  # after every row, so that an interrupted run keeps what it has
             _write(args, rows)
+    if args.readme:
+        columns = ("method", "weights", "bits per weight", "perplexity", "KL to the original", "minutes")
+        cells = [
+            (
+                r["method"],
+                f"{'2:4 ' if r['sparsity'] == '2:4' else ''}{'float32' if r['bits'] == 32 else 'INT4'}",
+                f"{r['bits']:.2f}",
+                f"{r['perplexity']:.2f}",
+                f"{r['kl']:.3f}",
+                f"{r['minutes']:.1f}",
+            )
+            for r in rows
+        ]
+        windows = f"{args.calibration_windows} calibration and {args.evaluation_windows} evaluation windows"
+        setting = f"group {args.group_size}, float32, seed {args.seed}, on {_device(args.device)}"
+        caption = f"{windows} of {WINDOW} tokens, {setting}."
+        readme.replace("accuracy", columns, cells, caption)
 
 
 def _write(args: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
@@ -116,7 +135,7 @@ def _write(args: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
         "commit": _commit(),
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "command": " ".join(["python", *sys.argv]),
-        "device": torch.cuda.get_device_name() if args.device != "cpu" else f"{platform.machine()} CPU",
+        "device": _device(args.device),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "sparse_marlin": sparse_marlin.__version__,
@@ -130,6 +149,10 @@ def _write(args: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
     }
     args.json.parent.mkdir(parents=True, exist_ok=True)
     args.json.write_text(json.dumps({"meta": meta, "rows": rows}, indent=1) + "\n", encoding="utf-8")
+
+
+def _device(device: str) -> str:
+    return f"{platform.machine()} CPU" if device == "cpu" else torch.cuda.get_device_name()
 
 
 def _commit() -> str:
