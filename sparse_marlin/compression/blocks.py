@@ -1,0 +1,178 @@
+"""Runs a model block by block: how the model calls each block, and what the Linears inside are fed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .targets import Target
+
+
+@dataclass(frozen=True)
+class Call:
+    """How the model calls a block for one batch: everything but the hidden states."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+class _Captured(Exception):
+    """Ends a forward pass once its last block has been called."""
+
+
+def capture(
+    model: nn.Module, blocks: nn.ModuleList, windows: list[Tensor], device: torch.device | str | None
+) -> tuple[list[Tensor], list[list[Call]]]:
+    """Hidden states before the first block, per batch, and the other arguments of every block, [block][batch].
+
+    The model's own forward runs with stand-ins for the blocks that only note how they are called and hand the hidden
+    states on, so this costs next to nothing whatever the model does between blocks.
+    """
+    hidden: list[Tensor] = []
+    calls: list[list[Call]] = [[] for _ in blocks]
+    tails: dict[type, tuple[Any, ...] | None] = {}  # what a block returns after the hidden states; None: no tuple
+
+    def stand_in(index: int, block: nn.Module) -> Callable[..., Any]:
+        original = block.forward
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            if args:
+                x, args = args[0], args[1:]
+            else:
+                x = kwargs.pop("hidden_states")
+            if index == 0:
+                hidden.append(x)
+            call = Call(args, kwargs)
+            calls[index].append(_share(call, calls[index][-1] if calls[index] else None))
+            if index + 1 == len(blocks):
+                raise _Captured
+            if type(block) not in tails:
+                with moved(block, device) as where:
+                    out = original(to_device(x, where), *to_device(args, where), **to_device(kwargs, where))
+                tails[type(block)] = tuple(out[1:]) if isinstance(out, tuple) else None
+            tail = tails[type(block)]
+            return x if tail is None else (x, *tail)
+
+        return forward
+
+    wrapped = [vars(block).get("forward") for block in blocks]  # accelerate, for one, puts its hooks there
+    for index, block in enumerate(blocks):
+        block.forward = stand_in(index, block)
+    try:
+        where = next(model.parameters()).device
+        for window in windows:
+            try:
+                model(input_ids=window.to(where), use_cache=False)
+            except _Captured:
+                continue
+            raise ValueError(f"{type(model).__name__} did not call all of its {len(blocks)} blocks")
+    finally:
+        for block, forward in zip(blocks, wrapped, strict=True):
+            if forward is None:
+                del block.forward
+            else:
+                block.forward = forward
+    return hidden, calls
+
+
+def _share(new: Any, old: Any) -> Any:
+    """``new`` with every tensor that equals its counterpart in ``old`` replaced by that, so that masks exist once."""
+    if isinstance(new, Tensor):
+        same = isinstance(old, Tensor) and old.shape == new.shape and old.dtype == new.dtype and torch.equal(old, new)
+        return old if same else new
+    if isinstance(new, Call):
+        other = old if isinstance(old, Call) else Call((), {})
+        return Call(_share(new.args, other.args), _share(new.kwargs, other.kwargs))
+    if isinstance(new, tuple) and type(new) is tuple:
+        return tuple(_share(v, old[i] if isinstance(old, tuple) and i < len(old) else None) for i, v in enumerate(new))
+    if isinstance(new, dict):
+        return {k: _share(v, old.get(k) if isinstance(old, dict) else None) for k, v in new.items()}
+    return new
+
+
+def to_device(value: Any, device: torch.device) -> Any:
+    if isinstance(value, Tensor):
+        return value.to(device)
+    if type(value) is tuple or type(value) is list:
+        return type(value)(to_device(v, device) for v in value)
+    if isinstance(value, dict):
+        return {k: to_device(v, device) for k, v in value.items()}
+    return value
+
+
+@contextmanager
+def moved(block: nn.Module, device: torch.device | str | None) -> Iterator[torch.device]:
+    """Has the block on ``device`` for a while, and says where it is."""
+    home = next(block.parameters()).device
+    if device is None:
+        yield home
+        return
+    where = torch.empty(0, device=device).device  # with its index
+    block.to(where)
+    try:
+        yield where
+    finally:
+        block.to(home)
+
+
+def run(block: nn.Module, hidden: Tensor, call: Call, where: torch.device) -> Tensor:
+    out = block(to_device(hidden, where), *to_device(call.args, where), **to_device(call.kwargs, where))
+    result: Tensor = out[0] if isinstance(out, tuple) else out
+    return result
+
+
+class Inputs:
+    """Notes the tensors that Linears are fed while a block runs, and which of them are the very same tensor."""
+
+    def __init__(self, model: nn.Module, targets: list[Target]) -> None:
+        # Tensors are held until the block has returned, so that one is never taken for another at the same address.
+        self.seen: list[tuple[Tensor, list[str]]] = []
+        self._hooks = [
+            model.get_submodule(t.name).register_forward_pre_hook(
+                lambda _module, args, kwargs, name=t.name: self._note(name, args[0] if args else kwargs["input"]),
+                with_kwargs=True,
+            )
+            for t in targets
+        ]
+
+    def _note(self, name: str, x: Tensor) -> None:
+        for tensor, names in self.seen:
+            if tensor is x:
+                names.append(name)
+                return
+        self.seen.append((x, [name]))
+
+    def take(self) -> list[tuple[Tensor, list[str]]]:
+        """What was fed since the last call: each tensor in order, with the Linears that it went to."""
+        taken, self.seen = self.seen, []
+        return taken
+
+    def close(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+
+Recorded = list[list[tuple[Tensor, list[str]]]]  # per batch
+
+
+def record(
+    model: nn.Module,
+    block: nn.Module,
+    targets: list[Target],
+    hidden: list[Tensor],
+    calls: list[Call],
+    where: torch.device,
+) -> tuple[Recorded, list[Tensor]]:
+    """What the Linears of the still uncompressed block see in the original model, and the block's outputs there."""
+    recorded: Recorded = []
+    outputs = []
+    with closing(Inputs(model, targets)) as inputs:
+        for x, call in zip(hidden, calls, strict=True):
+            outputs.append(run(block, x, call, where))
+            recorded.append(inputs.take())
+    return recorded, outputs

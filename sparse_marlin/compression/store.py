@@ -1,0 +1,122 @@
+"""Finished blocks on disk, so that an interrupted run continues where it was."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import zlib
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from ..packed import TENSOR_NAMES, PackedWeight
+from ..scheme import Scheme
+from .report import LayerReport
+from .targets import Target
+
+_FORMAT = 1
+
+
+@dataclass(frozen=True)
+class Result:
+    """A finished layer: its compressed weight, or its pruned one after a prune-only method."""
+
+    report: LayerReport
+    packed: PackedWeight | None
+    pruned: Tensor | None
+
+
+class Store:
+    """Finished blocks in a directory: one safetensors file each, and a manifest that says what they belong to."""
+
+    def __init__(
+        self,
+        path: Path,
+        settings: dict[str, Any],
+        model: nn.Module,
+        targets: list[Target],
+        windows: list[Tensor],
+    ) -> None:
+        self.path = path
+        digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode())
+        for t in targets:
+            digest.update(json.dumps([t.name, t.scheme.to_dict()]).encode())
+        for name, p in model.state_dict().items():
+            digest.update(f"{name} {p.dtype} {zlib.crc32(_bytes(p))}".encode())
+        for w in windows:
+            digest.update(_bytes(w))
+        manifest = {"format": _FORMAT, "fingerprint": digest.hexdigest(), "settings": settings}
+        file = path / "manifest.json"
+        if file.exists():
+            try:
+                found = json.loads(file.read_text(encoding="utf-8"))
+            except ValueError as e:
+                raise ValueError(f"{file} is damaged ({e}): delete {path} and start again") from e
+            if not isinstance(found, dict):
+                raise ValueError(f"{file} is no manifest of a run: delete {path} and start again")
+            if found != manifest:
+                raise ValueError(
+                    f"{path} holds blocks of another run (other model, settings or calibration data): "
+                    f"found {found.get('settings')}, now {settings}; use another checkpoint_dir, or delete it"
+                )
+        elif path.exists() and any(path.iterdir()):
+            raise ValueError(f"checkpoint_dir {path} is neither empty nor the checkpoint of a run")
+        else:
+            path.mkdir(parents=True, exist_ok=True)
+            _write(file, lambda f: f.write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8"))
+
+    def _file(self, index: int) -> Path:
+        return self.path / f"block-{index:05d}.safetensors"
+
+    def save(self, index: int, results: list[Result]) -> None:
+        tensors: dict[str, Tensor] = {}
+        layers = []
+        for r in results:
+            parts = {"weight": r.pruned} if r.packed is None else r.packed.tensors()
+            for name, t in parts.items():
+                assert t is not None
+                tensors[f"{r.report.name}.{name}"] = t.cpu().contiguous()
+            layers.append({"report": asdict(r.report), "scheme": r.packed.scheme.to_dict() if r.packed else None})
+        metadata = {"layers": json.dumps(layers)}
+        _write(self._file(index), lambda f: save_file(tensors, f, metadata))
+
+    def load(self, index: int) -> list[Result] | None:
+        if not self._file(index).exists():
+            return None
+        try:
+            return self._read(index)
+        except (SafetensorError, KeyError, TypeError, ValueError) as e:
+            raise ValueError(f"{self._file(index)} is damaged ({e}): delete it, and its block is computed again") from e
+
+    def _read(self, index: int) -> list[Result]:
+        results = []
+        with safe_open(self._file(index), "pt") as f:
+            for layer in json.loads(f.metadata()["layers"]):
+                report = LayerReport.from_dict(layer["report"])
+                prefix = report.name + "."
+                tensors = {k.removeprefix(prefix): f.get_tensor(k) for k in f.keys() if k.startswith(prefix)}  # noqa: SIM118
+                if layer["scheme"] is None:
+                    results.append(Result(report, None, tensors["weight"]))
+                else:
+                    scheme = Scheme.from_dict(layer["scheme"])
+                    parts = {n: tensors[n] for n in TENSOR_NAMES if n in tensors}
+                    results.append(Result(report, PackedWeight.from_tensors(parts, scheme, report.shape[1]), None))
+        return results
+
+
+def _bytes(t: Tensor) -> memoryview:
+    return t.detach().cpu().contiguous().view(torch.uint8).numpy().reshape(-1).data
+
+
+def _write(file: Path, write: Callable[[Path], object]) -> None:
+    """Writes a file so that it is there whole or not at all."""
+    part = file.with_name(file.name + ".part")
+    write(part)
+    os.replace(part, file)

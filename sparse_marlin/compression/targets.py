@@ -1,0 +1,148 @@
+"""Which layers of a model are compressed, which are not and why, and what memory that needs."""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from ..linear import CompressedLinear
+from ..scheme import Scheme
+from .report import LayerReport
+from .solve import why_no_weight
+
+
+@dataclass(frozen=True)
+class Target:
+    """A Linear that will be compressed."""
+
+    name: str  # within the model
+    scheme: Scheme
+    note: str = ""
+
+
+def decoder_blocks(model: nn.Module) -> tuple[str, nn.ModuleList]:
+    """Name and list of the model's decoder blocks: the ModuleList whose Linears hold the most weights.
+
+    Raises:
+        ValueError: if no ModuleList holds a Linear.
+    """
+    best, size = None, 0
+    for name, module in model.named_modules():
+        if isinstance(module, nn.ModuleList):
+            linears = [m for m in module.modules() if isinstance(m, (nn.Linear, CompressedLinear))]
+            weights = sum(m.in_features * m.out_features for m in linears)
+            if weights > size:  # a list inside a block holds fewer than the list of blocks around it
+                best, size = (name, module), weights
+    if best is None:
+        held = {type(m).__name__ for _, m in model.named_modules() if any(True for _ in m.parameters(recurse=False))}
+        raise ValueError(
+            f"{type(model).__name__} has no decoder blocks: no ModuleList in it holds an nn.Linear. Its weights are in "
+            f"{', '.join(sorted(held)) or 'no module at all'}; use sparse_marlin.compress on single nn.Linear layers"
+        )
+    return best
+
+
+def patterns(option: str, value: str | Sequence[str]) -> list[str]:
+    patterns = [value] if isinstance(value, str) else value
+    if not isinstance(patterns, Iterable) or not all(isinstance(p, str) for p in patterns):
+        raise TypeError(f"{option}= takes names or shell patterns of layers, got {value!r}")
+    return list(patterns)
+
+
+def matches(name: str, patterns: list[str]) -> bool:
+    return any(fnmatch.fnmatchcase(name, p) or fnmatch.fnmatchcase(name, "*." + p) for p in patterns)
+
+
+def choose_targets(
+    model: nn.Module, prefix: str, skip: list[str], only: list[str], scheme: Scheme, dtype: torch.dtype | None
+) -> tuple[list[Target], list[LayerReport]]:
+    """Targets in order, and a report line for every other module with a weight matrix; raises before any work."""
+    holders = {
+        name: module
+        for name, module in model.named_modules(remove_duplicate=False)
+        if any(p.dim() >= 2 for p in module.parameters(recurse=False))
+    }
+    for option, patterns in (("skip", skip), ("only", only)):
+        for p in patterns:
+            if not any(matches(name, [p]) for name in holders):
+                tails = {".".join(name.split(".")[i:]) for name in holders for i in range(name.count(".") + 1)}
+                near = difflib.get_close_matches(p, sorted(tails), n=4, cutoff=0.4)
+                raise ValueError(f"{option}={p!r} matches no layer; near matches: {', '.join(near) or 'none'}")
+    uses: dict[int, list[str]] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        for _, p in module.named_parameters(recurse=False):
+            uses.setdefault(id(p), []).append(name)
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+
+    targets, skipped, impossible = [], [], []
+    for name, module in holders.items():
+        inside = name.startswith(prefix + ".")
+        shared = [n for n in uses[id(module.weight)] if n != name] if isinstance(module, nn.Linear) else []
+        reason = ""
+        if isinstance(module, CompressedLinear):
+            reason = "already compressed"
+        elif isinstance(module, nn.Embedding):
+            reason = "embedding"
+        elif module is head:
+            reason = "output head, left out by default"
+        elif type(module) is not nn.Linear:
+            reason = f"a {type(module).__name__} is no nn.Linear"
+        elif not inside:
+            reason = "outside the decoder blocks"
+        elif matches(name, skip):
+            reason = "skip="
+        elif only and not matches(name, only):
+            reason = "not in only="
+        elif shared:
+            reason = f"weight tied to {shared[0]}"
+        if reason:
+            shape = next(tuple(p.shape) for p in module.parameters(recurse=False) if p.dim() >= 2)
+            skipped.append(LayerReport(name, type(module).__name__, shape, "skipped", reason))
+            continue
+        weight = module.weight
+        assert isinstance(weight, Tensor)
+        own = replace(scheme, dtype=dtype or _scale_dtype(weight.dtype))
+        fitted = own.fit(weight.shape[1])
+        if why := why_no_weight(weight) or fitted.why_not(*weight.shape):
+            impossible.append(f"{name}: {why}")
+        note = "" if fitted == own else f"in_features {weight.shape[1]} is no multiple of {own.group_size}"
+        targets.append(Target(name, fitted, note))
+    if impossible:
+        raise ValueError("cannot compress, use skip= to leave out:\n  " + "\n  ".join(impossible))
+    if not targets:
+        raise ValueError("skip= and only= leave no layer to compress")
+    return targets, skipped
+
+
+def _scale_dtype(weight: torch.dtype) -> torch.dtype:
+    return torch.bfloat16 if weight == torch.bfloat16 else torch.float16
+
+
+def memory_need(model: nn.Module, prefix: str, targets: list[Target], windows: list[Tensor]) -> str:
+    """What compression will hold at its peak, in words."""
+    gb = 1e-9
+    weights = sum(p.numel() * p.element_size() for p in model.parameters())
+    linears = [linear_at(model, t.name) for t in targets]
+    widest = max(m.in_features for m in linears)
+    largest = max(m.in_features * m.out_features for m in linears)
+    hidden = getattr(getattr(model, "config", None), "hidden_size", None) or widest
+    tokens = sum(w.numel() for w in windows)
+    blocks = {t.name.split(".", prefix.count(".") + 2)[prefix.count(".") + 1] for t in targets}
+    per_block = sum(m.in_features for m in linears) // len(blocks)  # at most: Linears that share inputs count once
+    activations = tokens * (3 * hidden + per_block) * next(model.parameters()).element_size()
+    solver = 4 * (7 * widest * widest + 8 * largest)
+    return (
+        f"memory needed: {(weights + activations + solver) * gb:.2f} GB = model {weights * gb:.2f} + activations of "
+        f"{tokens} tokens {activations * gb:.2f} + Hessians and solver {solver * gb:.2f}"
+    )
+
+
+def linear_at(model: nn.Module, name: str) -> nn.Linear:
+    linear = model.get_submodule(name)
+    assert isinstance(linear, nn.Linear)
+    return linear
