@@ -1,7 +1,7 @@
 """Perplexity of compression methods on one model, calibrated on the first half of a text and evaluated on the second.
 
-python bench/accuracy.py                                   what the library does by default, and what it is compared with
-python bench/accuracy.py --methods two-pass one-loop       these only
+python bench/accuracy.py                                 what the library does by default, and what it is compared with
+python bench/accuracy.py --methods two-pass one-loop     these only
 python bench/accuracy.py --json bench/results/accuracy.json
 
 Setting: 24 windows of 512 tokens drawn from the first half for calibration, the first 24 windows of the second half for
@@ -13,24 +13,41 @@ from __future__ import annotations
 import argparse
 import copy
 import json
+import os
 import platform
 import resource
+import subprocess
 import sys
 import time
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+import readme
 import torch
 import transformers
 
 import sparse_marlin
-from sparse_marlin.compression.solve import METHODS_DENSE, PRUNE_ONLY
-from sparse_marlin.evaluate import perplexity
+from sparse_marlin.compression.solve import PRUNE_ONLY
+from sparse_marlin.evaluate import evaluate
 from sparse_marlin.samples import sample_model, sample_text
 
-METHODS = ("fp", "rtn", "gptq", "magnitude", "wanda", "sparsegpt", "magnitude+rtn", "wanda+rtn", "two-pass", "one-loop")
-DEFAULT = ("fp", "gptq", "magnitude+rtn", "two-pass")
+# Name of a row -> sparsity and method of patch_model; None: the original model.
+METHODS: dict[str, tuple[Literal["2:4"] | None, str] | None] = {
+    "fp": None,
+    "rtn": (None, "rtn"),
+    "gptq": (None, "gptq"),
+    "one-shot-dense": (None, "one-shot"),
+    "magnitude": ("2:4", "magnitude"),
+    "wanda": ("2:4", "wanda"),
+    "sparsegpt": ("2:4", "sparsegpt"),
+    "magnitude+rtn": ("2:4", "magnitude+rtn"),
+    "wanda+rtn": ("2:4", "wanda+rtn"),
+    "one-loop": ("2:4", "one-loop"),
+    "two-pass": ("2:4", "two-pass"),
+    "one-shot": ("2:4", "one-shot"),
+}
+DEFAULT = ("fp", "gptq", "one-shot-dense", "magnitude+rtn", "two-pass", "one-shot")
 WINDOW = 512
 
 
@@ -38,18 +55,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=DEFAULT)
     parser.add_argument("--model", help="path of a Hugging Face model (default: the embedded SmolLM2-135M)")
+    parser.add_argument("--text", type=Path, help="a UTF-8 text (default: the language reference that CPython ships)")
     parser.add_argument("--calibration-windows", type=int, default=24)
     parser.add_argument("--evaluation-windows", type=int, default=24)
     parser.add_argument("--group-size", type=int, default=64)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--json", type=Path, help="write the rows there")
+    parser.add_argument("--readme", action="store_true", help="replace the table in README.md by these rows")
     args = parser.parse_args()
 
     path = args.model or sample_model()
     model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).to(args.device)
     tokenizer = transformers.AutoTokenizer.from_pretrained(path)
-    text = sample_text()
+    text = args.text.read_text(encoding="utf-8") if args.text else sample_text()
     half = len(text) // 2
     first, second = (torch.tensor(tokenizer(t)["input_ids"]) for t in (text[:half], text[half:]))
     generator = torch.Generator().manual_seed(args.seed)
@@ -57,51 +76,90 @@ def main() -> None:
     calibration = [first[s : s + WINDOW].unsqueeze(0) for s in starts.tolist()]
 
     rows: list[dict[str, Any]] = []
-    for method in args.methods:
+    for name in args.methods:
         subject = copy.deepcopy(model)
         began = time.perf_counter()
+        how = METHODS[name]
         bits: float = 32
-        if method != "fp":
+        if how is not None:
+            sparsity, method = how
             report = sparse_marlin.patch_model(
-                subject,
-                None if method in METHODS_DENSE else "2:4",
-                group_size=args.group_size,
-                calibration=calibration,
-                method=method,
-                damping=0.01,
+                subject, sparsity, group_size=args.group_size, calibration=calibration, method=method, damping=0.01
             )
             bits = 32 if method in PRUNE_ONLY else report.bits_per_weight
         minutes = (time.perf_counter() - began) / 60
-        value = perplexity(subject, second, window=WINDOW, max_windows=args.evaluation_windows)
+        found = evaluate(
+            subject, second, WINDOW, max_windows=args.evaluation_windows, reference=None if how is None else model
+        )
         rows.append(
             {
                 "model": Path(path).name,
-                "method": method,
-                "perplexity": value,
+                "method": name,
+                "perplexity": found.perplexity,
+                "kl": found.kl or 0.0,
+                "agreement": 1.0 if found.agreement is None else found.agreement,
                 "minutes": minutes,
                 "peak_gb": _peak_gb(args.device),
                 "bits": bits,
-                "sparsity": "none" if method == "fp" or method in METHODS_DENSE else "2:4",
+                "sparsity": "none" if how is None or how[0] is None else how[0],
             }
         )
-        print(f"{method:16} perplexity {value:8.3f}   {bits:6.3f} bits per weight   {minutes:5.2f} minutes", flush=True)
-    if args.json:
-        meta = {
-            "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-            "command": " ".join(["python", *sys.argv]),
-            "device": torch.cuda.get_device_name() if args.device != "cpu" else f"{platform.machine()} CPU",
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-            "sparse_marlin": sparse_marlin.__version__,
-            "python": platform.python_version(),
-            "group_size": args.group_size,
-            "calibration_windows": args.calibration_windows,
-            "evaluation_windows": args.evaluation_windows,
-            "window": WINDOW,
-            "seed": args.seed,
-        }
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps({"meta": meta, "rows": rows}, indent=1) + "\n", encoding="utf-8")
+        print(
+            f"{name:16} perplexity {found.perplexity:8.3f}   KL {rows[-1]['kl']:6.3f}   {bits:6.3f} bits per weight   "
+            f"{minutes:5.2f} minutes",
+            flush=True,
+        )
+        if args.json:  # after every row, so that an interrupted run keeps what it has
+            _write(args, rows)
+    if args.readme:
+        columns = ("method", "weights", "bits per weight", "perplexity", "KL to the original", "minutes")
+        cells = [
+            (
+                r["method"],
+                f"{'2:4 ' if r['sparsity'] == '2:4' else ''}{'float32' if r['bits'] == 32 else 'INT4'}",
+                f"{r['bits']:.2f}",
+                f"{r['perplexity']:.2f}",
+                f"{r['kl']:.3f}",
+                f"{r['minutes']:.1f}",
+            )
+            for r in rows
+        ]
+        windows = f"{args.calibration_windows} calibration and {args.evaluation_windows} evaluation windows"
+        setting = f"group {args.group_size}, float32, seed {args.seed}, on {_device(args.device)}"
+        caption = f"{windows} of {WINDOW} tokens, {setting}."
+        readme.replace("accuracy", columns, cells, caption)
+
+
+def _write(args: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
+    meta = {
+        "commit": _commit(),
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "command": " ".join(["python", *sys.argv]),
+        "device": _device(args.device),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "sparse_marlin": sparse_marlin.__version__,
+        "python": platform.python_version(),
+        "text": args.text.name if args.text else "pydoc_data.topics",
+        "group_size": args.group_size,
+        "calibration_windows": args.calibration_windows,
+        "evaluation_windows": args.evaluation_windows,
+        "window": WINDOW,
+        "seed": args.seed,
+    }
+    args.json.parent.mkdir(parents=True, exist_ok=True)
+    args.json.write_text(json.dumps({"meta": meta, "rows": rows}, indent=1) + "\n", encoding="utf-8")
+
+
+def _device(device: str) -> str:
+    return f"{platform.machine()} CPU" if device == "cpu" else torch.cuda.get_device_name()
+
+
+def _commit() -> str:
+    """The commit that is measured; $SPARSE_MARLIN_COMMIT where the tree came without its history."""
+    given = os.environ.get("SPARSE_MARLIN_COMMIT")
+    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
+    return given or subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
 
 def _peak_gb(device: str) -> float:

@@ -20,6 +20,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
+import readme
 import torch
 import transformers
 from rich.console import Console
@@ -27,12 +28,12 @@ from rich.table import Table
 
 import sparse_marlin
 from sparse_marlin import CompressedLinear, models, samples
+from sparse_marlin.checkpoints import check_destination
 from sparse_marlin.evaluate import evaluate
 
 ROOT = Path(__file__).resolve().parent.parent
 WINDOW = 512
 PROMPT = "The most important thing about a programming language is"
-README_MARKS = ("<!-- demo: written by bench/demo.py --readme -->", "<!-- end of demo -->")
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,10 @@ def main() -> None:
     args = parser.parse_args()
     started = time.perf_counter()
 
+    try:
+        check_destination(args.out, overwrite=True)
+    except OSError as e:
+        parser.error(str(e))
     source = models.find(args.model)
     tokenizer = source.tokenizer()
     model = source.model(args.device)
@@ -134,7 +139,7 @@ def main() -> None:
     console.print(f"original:   {before_text}\ncompressed: {after_text}", markup=False, highlight=False)
     console.print(f"{args.out}: the compressed model, and report.json", highlight=False)
     if args.readme:
-        replace_in_readme(ROOT / "README.md", columns, rows, caption)
+        readme.replace("demo", columns, [(r.title, r.before, r.after) for r in rows], caption)
     if not equal or nonzeros > 2:
         sys.exit("the demo found an error, see above")
 
@@ -171,7 +176,7 @@ def conditions(device: str) -> dict[str, Any]:
     where = (
         torch.cuda.get_device_name(device)
         if device.startswith("cuda")
-        else f"{cpu_name()}, {torch.get_num_threads()} threads"
+        else f"{cpu_name()}, {torch.get_num_threads()} thread(s)"
     )
     return {
         "machine": where,
@@ -190,20 +195,6 @@ def cpu_name() -> str:
         lines = []
     names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.machine()
-
-
-def replace_in_readme(readme: Path, columns: tuple[str, ...], rows: list[Row], caption: str) -> None:
-    """Puts the table between the two marks."""
-    begin, end = README_MARKS
-    text = readme.read_text(encoding="utf-8")
-    if text.count(begin) != 1 or text.count(end) != 1:
-        sys.exit(f"{readme} must hold each of the lines {begin} and {end} once")
-    head, rest = text.split(begin)
-    tail = rest.split(end)[1]
-    lines = [f"| {' | '.join(columns)} |", "| --- | ---: | ---: |"]
-    lines += [f"| {row.title} | {row.before} | {row.after} |" for row in rows]
-    table = "\n".join(lines)
-    readme.write_text(f"{head}{begin}\n{table}\n\n{caption}\n{end}{tail}", encoding="utf-8")
 
 
 if __name__ == "__main__":

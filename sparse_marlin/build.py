@@ -265,7 +265,7 @@ def compile_extension(
     ``build_dir`` keeps the objects, so that a second call compiles only what changed.
 
     Returns:
-        What the compilers printed; ptxas tells of each kernel's registers and spills.
+        What nvcc printed about each source: ptxas tells of the registers and spills of each kernel.
 
     Raises:
         BuildError: with the compilers' output, if one fails.
@@ -279,7 +279,7 @@ def compile_extension(
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     if done.returncode:
         raise BuildError(f"compiling the CUDA kernels failed ({toolchain.identity()}):\n{done.stdout}")
-    return done.stdout
+    return "".join((build_dir / f"{_object(f)}.log").read_text() for f in files if f.suffix == ".cu")
 
 
 def _ninja_file(toolchain: Toolchain, archs: Sequence[str], output: Path, files: Sequence[Path]) -> str:
@@ -290,6 +290,7 @@ def _ninja_file(toolchain: Toolchain, archs: Sequence[str], output: Path, files:
     cxx = [
         toolchain.cxx,
         *CXX_FLAGS,
+        f"-ffile-prefix-map={sources()}=csrc",  # errors name the file
         f"-DTORCH_TARGET_VERSION={TORCH_TARGET_VERSION}",
         include,
         *(f"-isystem{d / 'include'}" for d in (toolchain.torch, toolchain.nvcc.root)),
@@ -297,16 +298,22 @@ def _ninja_file(toolchain: Toolchain, archs: Sequence[str], output: Path, files:
     # nvcc links cudart statically. Nothing may drop libtorch: the stream of the CUDA half is looked up through it.
     libraries = [f"-L{toolchain.torch / 'lib'}", "-Xlinker=--no-as-needed", "-ltorch", "-ltorch_cpu", "-lc10"]
     lines = ["ninja_required_version = 1.5"]
-    for rule, command in (("cuda", cuda), ("cxx", cxx)):
-        depends = "-MMD -MF $out.d -c $in -o $out"
-        lines += [f"rule {rule}", f"  command = {_shell(command)} {depends}", "  deps = gcc", "  depfile = $out.d"]
+    depends = "-MMD -MF $out.d -c $in -o $out"
+    # What ptxas says is kept beside each object, since ninja does not repeat it for those that are up to date.
+    logged = "> $out.log 2>&1 || { cat $out.log; exit 1; }"
+    lines += ["rule cuda", f"  command = {_shell(cuda)} {depends} {logged}", "  deps = gcc", "  depfile = $out.d"]
+    lines += ["rule cxx", f"  command = {_shell(cxx)} {depends}", "  deps = gcc", "  depfile = $out.d"]
     lines += ["rule link", f"  command = {_shell([*nvcc, '-shared'])} $in -o $out {_shell(libraries)}"]
-    objects = []
     for file in files:
-        objects.append(f"{hashlib.sha256(str(file).encode()).hexdigest()[:8]}-{file.name}.o")
-        lines.append(f"build {_path(objects[-1])}: {'cuda' if file.suffix == '.cu' else 'cxx'} {_path(str(file))}")
-    lines += [f"build {_path(str(output))}: link {' '.join(map(_path, objects))}", ""]
+        lines.append(f"build {_object(file)}: {'cuda' if file.suffix == '.cu' else 'cxx'} {_path(str(file))}")
+    objects = " ".join(map(_object, files))
+    lines += [f"build {_path(str(output))}: link {objects}", ""]
     return "\n".join(lines)
+
+
+def _object(file: Path) -> str:
+    name = re.sub(r"\W", "_", file.name)
+    return f"{hashlib.sha256(str(file).encode()).hexdigest()[:8]}-{name}.o"  # files in two folders may have one name
 
 
 def _shell(words: Sequence[str]) -> str:

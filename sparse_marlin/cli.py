@@ -304,7 +304,8 @@ def _find(name: str) -> models.Source:
     free = _free_memory()
     _err.print(
         f"{name}: {source.weight_bytes() / 1e9:.2f} GB of memory for the weights"
-        + (f", {free / 1e9:.1f} GB are free" if free else "")
+        + (f", {free / 1e9:.1f} GB are free" if free else ""),
+        soft_wrap=True,
     )
     return source
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from . import ops  # noqa: F401  registers torch.ops.sparse_marlin
+from . import ops, runtime  # noqa: F401  ops registers torch.ops.sparse_marlin
+from .layouts import KERNEL_TENSOR_NAMES, KernelWeight, canonical_codes, to_kernel
 from .packed import TENSOR_NAMES, PackedWeight
 from .scheme import Scheme
 
@@ -15,16 +17,20 @@ from .scheme import Scheme
 class CompressedLinear(nn.Module):
     """``y = x @ w.T + bias`` with a compressed weight, as ``torch.nn.Linear``.
 
-    The state dict is the canonical form (see :mod:`sparse_marlin.packed`): parameters ``qweight``, ``scales`` and, where
-    they apply, ``meta``, ``zero_point``, ``g_idx`` and ``bias``. ``.to(dtype)`` casts scales and bias alone; the dtype of
-    the scales is the dtype of the inputs that the layer takes.
+    The state dict is the canonical form (see :mod:`sparse_marlin.packed`): parameters ``qweight``, ``scales`` and,
+    where they apply, ``meta``, ``zero_point``, ``g_idx`` and ``bias``. ``.to(dtype)`` casts scales and bias alone; the
+    dtype of the scales is the dtype of the inputs that the layer takes.
+
+    On a GPU the large tensors, ``qweight`` and ``meta``, are exchanged for the form that kernels read
+    (:meth:`prepare`), so that the weight is not there twice. They are None then; ``packed`` and the state dict make
+    them again.
 
     Args:
         packed: the weight [N, K].
         bias: [N] or None, cast to the dtype of the scales.
     """
 
-    qweight: Tensor
+    qweight: Tensor | None
     scales: Tensor
     meta: Tensor | None
     zero_point: Tensor | None
@@ -42,6 +48,9 @@ class CompressedLinear(nn.Module):
         for name in TENSOR_NAMES:
             self._set(name, tensors.get(name))
         self._set("bias", None if bias is None else bias.detach().to(packed.device, packed.scales.dtype))
+        self._plan: str | None = None  # which kernels to use; None while the weight is in canonical form
+        self._prepared_for: torch.dtype | None = None  # also where that came to nothing
+        self._set_form(None)
 
     @classmethod
     def empty(
@@ -66,10 +75,61 @@ class CompressedLinear(nn.Module):
     def _set(self, name: str, t: Tensor | None) -> None:
         self.register_parameter(name, None if t is None else nn.Parameter(t, requires_grad=False))
 
+    def _set_form(self, form: KernelWeight | None) -> None:
+        # Buffers, since torch.compile with CUDA graphs copies any other tensor of a module anew for each call.
+        for name in KERNEL_TENSOR_NAMES:
+            self.register_buffer(f"kernel_{name}", None if form is None else getattr(form, name), persistent=False)
+
+    def _form(self) -> KernelWeight:
+        tensors = {name: getattr(self, f"kernel_{name}") for name in KERNEL_TENSOR_NAMES}
+        return KernelWeight(self.scheme, self.out_features, self.in_features, **tensors)
+
+    def prepare(self, dtype: torch.dtype | None = None) -> bool:
+        """Puts the weight into the form that the kernels of its GPU read. The first forward on a GPU does so as well.
+
+        Call it before ``torch.compile`` and before capturing a CUDA graph: neither can prepare a weight midway. Moving,
+        casting and loading undo it.
+
+        Args:
+            dtype: of the inputs to come; that of the scales by default, under autocast the autocast dtype.
+
+        Returns:
+            Whether kernels are used. If not, the layer stays in canonical form; on a GPU a warning has said why.
+        """
+        dtype = dtype or self.scales.dtype
+        if self._prepared_for == dtype:
+            return self._plan is not None
+        self.restore()
+        self._prepared_for = dtype
+        # A tensor subclass, such as a DTensor of a sharded model, cannot be rearranged here.
+        if self.qweight is None or type(self.qweight.data) is not Tensor:
+            return False
+        packed = self.packed
+        plan = runtime.plan_for(packed, dtype)
+        if plan is not None:
+            self._set_form(to_kernel(packed, dtype))
+            self._set("qweight", None)
+            self._set("meta", None)
+            self._plan = plan
+        return plan is not None
+
+    def restore(self) -> None:
+        """Puts the weight back into canonical form: undoes :meth:`prepare`."""
+        if self._plan is not None:
+            qweight, meta = canonical_codes(self._form())
+            self._set("qweight", qweight)
+            self._set("meta", meta)
+            self._plan = None
+            self._set_form(None)
+        self._prepared_for = None
+
     @property
     def packed(self) -> PackedWeight:
-        """The weight in canonical form; shares memory with this layer."""
+        """The weight in canonical form; shares memory with this layer, except for what has to be made again."""
         tensors = {n: t.data for n in TENSOR_NAMES if (t := getattr(self, n)) is not None}
+        if self._plan is not None:
+            qweight, meta = canonical_codes(self._form())
+            tensors |= {"qweight": qweight} if meta is None else {"qweight": qweight, "meta": meta}
         return PackedWeight.from_tensors(tensors, self.scheme, self.in_features)
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
@@ -98,6 +158,10 @@ class CompressedLinear(nn.Module):
                 f"x is {x.dtype}, but this layer computes in {self.scales.dtype}: "
                 "cast x, call .to(dtype) on the model, or use torch.autocast"
             )
+        if x.is_cuda and self._prepared_for != x.dtype and self._may_prepare():
+            self.prepare(x.dtype)
+        if self._plan is not None:
+            return self._multiply(x)
         y: Tensor = torch.ops.sparse_marlin.linear(
             x,
             self.qweight,
@@ -110,6 +174,56 @@ class CompressedLinear(nn.Module):
             self.scheme.group_size,
         )
         return y
+
+    def _may_prepare(self) -> bool:
+        if torch.compiler.is_compiling() or torch.cuda.is_current_stream_capturing():
+            return False
+        # Accelerate's offloading takes the parameters away again after each forward, and finds them by name.
+        return not getattr(getattr(self, "_hf_hook", None), "offload", False)
+
+    def _multiply(self, x: Tensor) -> Tensor:
+        if x.dtype != self._prepared_for:
+            raise RuntimeError(
+                f"this layer was prepared for {self._prepared_for}: call prepare({x.dtype}) before compiling"
+            )
+        # A decoding step is a few microseconds on the GPU: access to tensors as attributes of a module takes longer.
+        form, bias = self._buffers, self._parameters["bias"]
+        y: Tensor = torch.ops.sparse_marlin.gemm(
+            x,
+            form["kernel_weights"],
+            form["kernel_meta"],
+            form["kernel_scales"],
+            form["kernel_row_scales"],
+            form["kernel_perm"],
+            bias if bias is None or bias.dtype == x.dtype else bias.to(x.dtype),
+            self.out_features,
+            self.scheme.num_bits,
+            self.scheme.group_size,
+            not self.scheme.symmetric,
+            self._plan,
+        )
+        return y
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> CompressedLinear:
+        self.restore()
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        return self
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if self._plan is not None:
+            qweight, meta = canonical_codes(self._form())
+            destination[f"{prefix}qweight"] = qweight
+            if meta is not None:
+                destination[f"{prefix}meta"] = meta
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        self.restore()
+        super()._load_from_state_dict(*args, **kwargs)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self.restore()  # it may be on another device now
 
     def extra_repr(self) -> str:
         return (

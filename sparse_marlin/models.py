@@ -52,7 +52,7 @@ class Source:
         config = AutoConfig.from_pretrained(self.location, **self._options)
         dtype = config.dtype or torch.float32
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, dtype=dtype)  # type: ignore[no-untyped-call]
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype)
         return sum(p.nbytes for p in model.parameters())
 
 

@@ -1,8 +1,11 @@
 """The operators ``torch.ops.sparse_marlin.*``: schemas, shapes for tracing, and the path that needs no extension.
 
-``linear`` multiplies by a weight in canonical form. It runs on every device by dequantizing a few rows of the weight at
-a time, so that at most :data:`TILE_BYTES` of dequantized weight exist at once. It is the CPU path, the fallback on a GPU
-whose kernels are missing, and the reference that the kernels are compared with.
+``linear`` multiplies by a weight in canonical form. It runs on every device by dequantizing a few rows of the weight
+at a time, so that at most :data:`TILE_BYTES` of dequantized weight exist at once. It is the CPU path, the fallback on a
+GPU whose kernels are missing, and the reference that the kernels are compared with.
+
+``gemm`` multiplies by a weight in kernel form on a GPU; the extension implements it. ``kernels`` and
+``device_attributes`` tell :mod:`sparse_marlin.dispatch` what there is.
 """
 
 from __future__ import annotations
@@ -19,6 +22,12 @@ _library.define(
     "linear(Tensor x, Tensor qweight, Tensor scales, Tensor? meta, Tensor? zero_point, Tensor? g_idx, Tensor? bias, "
     "int num_bits, int group_size) -> Tensor"
 )
+_library.define(
+    "gemm(Tensor x, Tensor weights, Tensor? meta, Tensor scales, Tensor row_scales, Tensor? perm, Tensor? bias, "
+    "int out_features, int num_bits, int group_size, bool zero_points, str plan) -> Tensor"
+)
+_library.define("kernels(int num_bits, int group_size, bool sparse, bool zero_points, bool bfloat16) -> str")
+_library.define("device_attributes(int device) -> int[]")
 
 
 def _linear(
@@ -71,5 +80,23 @@ def _linear_fake(
     return x.new_empty(*x.shape[:-1], qweight.shape[0])
 
 
+def _gemm_fake(
+    x: Tensor,
+    weights: Tensor,
+    meta: Tensor | None,
+    scales: Tensor,
+    row_scales: Tensor,
+    perm: Tensor | None,
+    bias: Tensor | None,
+    out_features: int,
+    num_bits: int,
+    group_size: int,
+    zero_points: bool,
+    plan: str,
+) -> Tensor:
+    return x.new_empty(*x.shape[:-1], out_features)
+
+
 _library.impl("linear", _linear, "CompositeExplicitAutograd")
 torch.library.register_fake("sparse_marlin::linear", _linear_fake, lib=_library)
+torch.library.register_fake("sparse_marlin::gemm", _gemm_fake, lib=_library)

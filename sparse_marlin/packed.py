@@ -154,8 +154,8 @@ class PackedWeight:
             ValueError: if a quad's positions do not increase, or a group index does not exist.
         """
         if self.meta is not None:
-            nibbles = _unpack_nibbles(self.meta, self.in_features // 4)
-            if not _tables(self.meta.device).valid_nibble[nibbles.int()].all():
+            nibbles = unpack_nibbles(self.meta, self.in_features // 4)
+            if not _look_up(_tables(self.meta.device).valid_nibble, nibbles.int()).all():
                 raise ValueError("meta holds a quad whose two positions do not increase")
         if self.g_idx is not None and not bool(((self.g_idx >= 0) & (self.g_idx < self.scales.shape[1])).all()):
             raise ValueError(f"g_idx names a group outside 0..{self.scales.shape[1] - 1}")
@@ -221,12 +221,12 @@ def dequantize(
 def unpack_codes(qweight: Tensor, meta: Tensor | None, num_bits: int, in_features: int) -> Tensor:
     """[N, K] uint8 integers of canonical tensors; the zero code where 2:4 pruned."""
     if meta is None:
-        return qweight[:, :in_features].clone() if num_bits == 8 else _unpack_nibbles(qweight, in_features)
-    nibbles = _unpack_nibbles(meta, in_features // 4).int()
+        return qweight[:, :in_features].clone() if num_bits == 8 else unpack_nibbles(qweight, in_features)
+    nibbles = unpack_nibbles(meta, in_features // 4).int()
     tables = _tables(qweight.device)
     if num_bits == 4:  # one look-up turns (positions, two codes) into the four bytes of the quad
-        return tables.quads[nibbles.bitwise_left_shift_(8).bitwise_or_(qweight.int())].view(torch.uint8)
-    first, second = tables.shifts[:, nibbles].unbind()
+        return _look_up(tables.quads, nibbles.bitwise_left_shift_(8).bitwise_or_(qweight.int())).view(torch.uint8)
+    first, second = _look_up(tables.first, nibbles), _look_up(tables.second, nibbles)
     pair = qweight.view(torch.int16).int()
     quad = torch.full_like(pair, -0x7F7F7F80)  # 0x80 in all four bytes
     # XOR with the zero code first, so that one more XOR puts the code in place of it.
@@ -237,20 +237,26 @@ def unpack_codes(qweight: Tensor, meta: Tensor | None, num_bits: int, in_feature
 
 def unpack_mask(meta: Tensor, in_features: int) -> Tensor:
     """[N, K] bool, true where 2:4 kept a weight."""
-    nibbles = _unpack_nibbles(meta, in_features // 4).int()
-    return _tables(meta.device).masks[nibbles].view(torch.bool)
+    nibbles = unpack_nibbles(meta, in_features // 4).int()
+    return _look_up(_tables(meta.device).masks, nibbles).view(torch.bool)
+
+
+def _look_up(table: Tensor, index: Tensor) -> Tensor:
+    # Several times faster than table[index] on a CPU.
+    return table.index_select(0, index.view(-1)).view(index.shape)
 
 
 def _pack_dense(codes: Tensor, num_bits: int) -> Tensor:
     if num_bits == 8:
         return codes.clone()
+    return pack_nibbles(codes)
+
+
+def pack_nibbles(codes: Tensor) -> Tensor:
+    """[N, ceil(count / 2)] bytes, low nibble first, from [N, count] uint8 below 16."""
     if codes.shape[1] % 2:
         codes = torch.nn.functional.pad(codes, (0, 1))
-    return _pack_nibbles(_plain(codes))
-
-
-def _pack_nibbles(codes: Tensor) -> Tensor:
-    pairs = codes.view(torch.int16)  # first | second << 8
+    pairs = _plain(codes).view(torch.int16)  # first | second << 8
     return (pairs | pairs >> 4).to(torch.uint8)
 
 
@@ -259,7 +265,7 @@ def _plain(t: Tensor) -> Tensor:
     return t.contiguous().view(-1).view(t.shape)
 
 
-def _unpack_nibbles(packed: Tensor, count: int) -> Tensor:
+def unpack_nibbles(packed: Tensor, count: int) -> Tensor:
     """[N, count] uint8 from two nibbles a byte."""
     b = packed.to(torch.int16)
     b = (b | b << 4) & 0x0F0F  # low nibble in the low byte, high nibble in the high byte
@@ -279,18 +285,16 @@ def _pack_24(codes: Tensor, mask: Tensor, num_bits: int) -> tuple[Tensor, Tensor
     for i in range(0, n, rows):
         kept = mask[i : i + rows].view(torch.int32)  # a byte of 0 or 1 per weight
         kept = (kept | kept >> 7 | kept >> 14 | kept >> 21) & 15
-        nibble = tables.nibbles[kept]
+        nibble = _look_up(tables.nibbles, kept)
         bad |= (nibble == 0).any()
         value = codes[i : i + rows].view(torch.int32)
-        first, second = tables.shifts[:, nibble.int()].unbind()
-        first, second = value >> first, value >> second
+        first = value >> _look_up(tables.first, nibble)
+        second = value >> _look_up(tables.second, nibble)
         if num_bits == 4:
             qweight[i : i + rows] = (first & 15) | (second & 15) << 4
         else:
             qweight[i : i + rows] = ((first & 0xFF) | (second & 0xFF) << 8).to(torch.int16).view(torch.uint8)
-        if quads % 2:
-            nibble = torch.nn.functional.pad(nibble, (0, 1))
-        meta[i : i + rows] = _pack_nibbles(nibble)
+        meta[i : i + rows] = pack_nibbles(nibble.to(torch.uint8))
     if bad:
         raise ValueError("a 2:4 mask must keep exactly two weights of every four")
     return qweight, meta
@@ -300,9 +304,10 @@ def _pack_24(codes: Tensor, mask: Tensor, num_bits: int) -> tuple[Tensor, Tensor
 class _Tables:
     """Look-up tables over the sixteen values that two 2-bit positions, or a quad's mask, can have."""
 
-    nibbles: Tensor  # [16] uint8: mask bits -> metadata nibble, 0 where not two are kept
+    nibbles: Tensor  # [16] int32: mask bits -> metadata nibble, 0 where not two are kept
     valid_nibble: Tensor  # [16] bool
-    shifts: Tensor  # [2, 16] int32: metadata nibble -> bit at which the first, second kept byte starts
+    first: Tensor  # [16] int32: metadata nibble -> bit at which the first kept byte starts
+    second: Tensor  # [16] int32: that of the second
     masks: Tensor  # [16] int32: metadata nibble -> a byte of 0 or 1 per weight
     quads: Tensor  # [4096] int32: nibble << 8 | two 4-bit codes -> four bytes, 8 where pruned
 
@@ -321,10 +326,10 @@ def _tables(device: torch.device) -> _Tables:
                 for b in range(16):
                     quads[nibble << 8 | b << 4 | a] ^= (a ^ 8) << 8 * i | (b ^ 8) << 8 * j
 
-    def ints(values: list[int] | list[list[int]]) -> Tensor:
+    def ints(values: list[int]) -> Tensor:
         return torch.tensor(values, dtype=torch.int32, device=device)
 
-    return _Tables(ints(nibbles).to(torch.uint8), ints(masks) != 0, ints(shifts), ints(masks), ints(quads))
+    return _Tables(ints(nibbles), ints(masks) != 0, ints(shifts[0]), ints(shifts[1]), ints(masks), ints(quads))
 
 
 def _validate(p: PackedWeight) -> None:

@@ -123,6 +123,12 @@ def test_act_order_and_zero_points(tmp_path: Path) -> None:
     assert loaded.get_submodule(Q_PROJ).g_idx is not None
 
 
+def test_saving_what_was_loaded_gives_the_same_files(pristine: Path, tmp_path: Path) -> None:
+    save(load(pristine), tmp_path / "again")
+    for file in pristine.iterdir():
+        assert (tmp_path / "again" / file.name).read_bytes() == file.read_bytes(), file.name
+
+
 def test_scales_are_stored_in_the_precision_of_the_scheme_where_exact(tmp_path: Path) -> None:
     model = saved.compress_blocks(saved.llama())
     inexact = model.get_submodule(K_PROJ)

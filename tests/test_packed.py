@@ -469,14 +469,14 @@ def test_a_weight_of_several_chunks_packs_like_its_parts() -> None:
 
 @pytest.mark.slow
 def test_packing_is_quick() -> None:
-    """28672 x 8192 within four seconds, measured on a quarter of its rows."""
+    """28672 x 8192 within four seconds of one core, measured on a quarter of its rows."""
     n, k = 28672 // 4, 8192
     mask = torch.tensor([True, False, False, True]).repeat(n, k // 4)
     codes = torch.randint(0, 16, (n, k), dtype=torch.uint8)
     scales = torch.ones(n, k // 128)
     seconds = []
     for _ in range(3):
-        start = time.perf_counter()
+        start = time.process_time()
         PackedWeight.pack(codes, scales, Scheme(), mask)
-        seconds.append(time.perf_counter() - start)
+        seconds.append(time.process_time() - start)
     assert min(seconds) <= 1.0

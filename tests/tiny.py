@@ -92,19 +92,26 @@ class Expert(nn.Module):
 
 
 class ExpertBlock(nn.Module):
-    """Sends each token to one of its experts; ``idle`` experts get none, by an empty call or by no call."""
+    """Sends each token to one of its experts: in turn, or by what the token holds.
 
-    def __init__(self, width: int, experts: int, idle: tuple[int, ...], empty_calls: bool) -> None:
+    ``idle`` experts get none, by an empty call or by no call.
+    """
+
+    def __init__(
+        self, width: int, experts: int, idle: tuple[int, ...], empty_calls: bool, by_content: bool = False
+    ) -> None:
         super().__init__()
         self.mix = nn.Linear(width, width)
         self.experts = nn.ModuleList(Expert(width) for _ in range(experts))
         self.busy = [i for i in range(experts) if i not in idle]
         self.empty_calls = empty_calls
+        self.by_content = by_content
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         x = hidden_states + self.mix(hidden_states)
         flat, out = x.flatten(0, -2), torch.zeros_like(x.flatten(0, -2))
-        choice = torch.tensor(self.busy)[torch.arange(len(flat)) % len(self.busy)]
+        ticket = (100 * flat[:, 0]).long() if self.by_content else torch.arange(len(flat))
+        choice = torch.tensor(self.busy)[ticket % len(self.busy)]
         for i, expert in enumerate(self.experts):
             rows = (choice == i).nonzero().squeeze(1)
             if len(rows) or self.empty_calls:
@@ -135,9 +142,9 @@ class PlainModel(nn.Module):
         return self.head(self.norm(x))
 
 
-def mixture(idle: tuple[int, ...] = (1,), empty_calls: bool = False) -> PlainModel:
+def mixture(idle: tuple[int, ...] = (1,), empty_calls: bool = False, by_content: bool = False) -> PlainModel:
     torch.manual_seed(7)
-    return PlainModel([ExpertBlock(64, 3, idle, empty_calls) for _ in range(2)]).eval()
+    return PlainModel([ExpertBlock(64, 3, idle, empty_calls, by_content) for _ in range(2)]).eval()
 
 
 def tokens(batch: int = 8, length: int = 32, seed: int = 3) -> Tensor:
@@ -168,9 +175,15 @@ def snapshot(model: nn.Module) -> dict[str, Any]:
     return {**tensors, **modules}
 
 
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    """Equal in every bit; NaN is the same as itself."""
+    if a.dtype != b.dtype or a.shape != b.shape:
+        return False
+    return torch.equal(a.contiguous().view(-1).view(torch.uint8), b.contiguous().view(-1).view(torch.uint8))
+
+
 def unchanged(model: nn.Module, before: dict[str, Any]) -> bool:
     after = snapshot(model)
     return after.keys() == before.keys() and all(
-        torch.equal(a, before[n]) and a.dtype == before[n].dtype if isinstance(a, Tensor) else a == before[n]
-        for n, a in after.items()
+        same_bits(a, before[n]) if isinstance(a, Tensor) else a == before[n] for n, a in after.items()
     )

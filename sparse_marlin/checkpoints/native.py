@@ -187,7 +187,7 @@ def _config(model: nn.Module, layers: Mapping[str, CompressedLinear], dtype: tor
             for scheme, names in sorted(groups.items(), key=lambda item: -len(item[1]))
         ],
     }
-    return config
+    return dict(sorted(config.items()))  # as transformers has it
 
 
 # ------------------------------------------------------------------------------------------------------------ loading
@@ -321,7 +321,7 @@ def _skeleton(file: Path, config: Mapping[str, Any], dtype: torch.dtype) -> nn.M
         # From the dictionary, not through AutoConfig, which would look for code of the checkpoint's own.
         parsed = CONFIG_MAPPING[model_type].from_dict(_without_code(config))
         with _parameters_on_meta():
-            model: nn.Module = AutoModelForCausalLM.from_config(parsed, dtype=dtype)  # type: ignore[no-untyped-call]
+            model: nn.Module = AutoModelForCausalLM.from_config(parsed, dtype=dtype)
     except Exception as e:  # whatever a config's values make of transformers, the config is at fault
         raise CheckpointError(f"{file} does not describe a causal LM: {e}") from e
     return model

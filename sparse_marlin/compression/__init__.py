@@ -13,7 +13,7 @@ from ..scheme import Scheme, Sparsity
 from .hessian import Hessian, NonFiniteError
 from .pipeline import compressed_layer, patch_model
 from .report import LayerReport, Report
-from .solve import check_method, compress_weight, default_method
+from .solve import check_damping, check_method, compress_weight, default_method, why_no_weight
 
 __all__ = ["Hessian", "LayerReport", "NonFiniteError", "Report", "compress", "patch_model"]
 
@@ -58,8 +58,9 @@ def compress(
     if not isinstance(linear, nn.Linear):
         raise TypeError(f"compress takes an nn.Linear, got {type(linear).__name__}")
     n, k = linear.weight.shape
-    if linear.weight.dtype not in (torch.float16, torch.bfloat16, torch.float32):
-        raise ValueError(f"the weight must be float16, bfloat16 or float32, got {linear.weight.dtype}")
+    if reason := why_no_weight(linear.weight):
+        raise ValueError(reason)
+    check_damping(damping)
     own = torch.bfloat16 if linear.weight.dtype == torch.bfloat16 else torch.float16
     scheme = Scheme(bits, group_size, sparsity, dtype=dtype or own)
     fitted = scheme.fit(k)
@@ -72,9 +73,9 @@ def compress(
     check_method(method, sparsity, allow_prune_only=False)
     hessian = None
     if calibration is None:
-        log.info("no calibration inputs: pruning by magnitude and rounding to nearest")
         if method != default_method(sparsity, calibrated=False):
             raise ValueError(f"method {method!r} needs calibration inputs")
+        log.info("no calibration inputs: pruning by magnitude and rounding to nearest")
     else:
         hessian = calibration if isinstance(calibration, Hessian) else _accumulate(calibration, k, linear.weight.device)
         if hessian.matrix.shape[0] != k:

@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from tqdm import tqdm
 from transformers import GenerationConfig
 
+from .hessian import NonFiniteError
+
 _SAMPLE_BATCH = 32
 
 
@@ -62,7 +64,8 @@ def calibration_windows(
     low, high = min(int(w.min()) for w in windows), max(int(w.max()) for w in windows)
     if low < 0 or (vocabulary is not None and high >= vocabulary):
         raise ValueError(
-            f"calibration tokens must lie in 0..{(vocabulary or 0) - 1}, got {low}..{high}: is this the model's tokenizer?"
+            f"calibration tokens must lie in 0..{(vocabulary or 0) - 1}, got {low}..{high}: "
+            "is this the model's tokenizer?"
         )
     longest = max(w.shape[1] for w in windows)
     if context is not None and longest > context:
@@ -149,6 +152,9 @@ def sample_tokens(model: nn.Module, count: int, length: int, seed: int, progress
             if isinstance(bos, int):
                 tokens = torch.cat([torch.full((n, 1), bos), tokens], 1)
             tokens = tokens.to(device)
+            # Checked here: generate() would fail deep inside.
+            if not torch.isfinite(model(input_ids=tokens, use_cache=False).logits).all():
+                raise NonFiniteError("cannot sample calibration tokens: the model's own outputs are not finite")
             tokens = model.generate(  # type: ignore[operator]
                 tokens,
                 attention_mask=torch.ones_like(tokens),

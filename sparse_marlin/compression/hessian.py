@@ -29,11 +29,13 @@ class Hessian:
         """Adds inputs [..., K] of any floating dtype; leading dimensions are rows.
 
         Raises:
-            ValueError: if the last dimension is not K.
+            ValueError: if x is not floating point, or its last dimension is not K.
             NonFiniteError: if x holds NaN or infinity; nothing is added then.
         """
         k = self.matrix.shape[0]
-        if x.shape[-1] != k:
+        if not x.is_floating_point():
+            raise ValueError(f"calibration inputs must be floating-point activations, got {x.dtype}")
+        if x.shape[-1:] != (k,):
             raise ValueError(f"calibration inputs must end in a dimension of in_features = {k}, got {list(x.shape)}")
         x = x.detach().reshape(-1, k)
         if not torch.isfinite(x).all():
@@ -52,7 +54,7 @@ class Hessian:
 
 @dataclass(frozen=True)
 class InverseFactor:
-    """``upper``: the upper Cholesky factor U [K, K] of the damped inverse, ``inv(H + damping * mean(diag H) * I) = U^T U``.
+    """``upper`` is U [K, K], the upper Cholesky factor of ``inv(H + damping * mean(diag H) * I) = U^T U``.
 
     Row j of U, divided by U[j, j], is how an error made in column j is best compensated in the columns after it
     (Frantar et al., GPTQ, section 3.3, "Cholesky reformulation").

@@ -10,7 +10,7 @@ import logging
 import os
 import sys
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -31,10 +31,12 @@ from .report import LayerReport, Report
 from .solve import (
     PRUNE_ONLY,
     UNCALIBRATED,
+    check_damping,
     check_method,
     compress_weight,
     default_method,
     output_error,
+    why_no_weight,
 )
 
 log = logging.getLogger("sparse_marlin")
@@ -88,9 +90,10 @@ def patch_model(
         calibration: token tensors [B, T], texts, or a dataset with ``input_ids`` or ``text``; None samples tokens from
             the model itself. See :func:`~sparse_marlin.compression.calibration.calibration_windows`.
         tokenizer: for texts.
-        method: ``auto``, ``one-shot``, or for 2:4 ``two-pass``, ``one-loop``, ``wanda+rtn``, ``magnitude+rtn``, for
-            dense ``gptq``, ``rtn`` (see :func:`~sparse_marlin.compression.solve.compress_weight`); ``one-shot``, which
-            ``auto`` means, also corrects each layer for the errors of the layers before it. For comparisons ``sparsegpt``, ``wanda`` and ``magnitude`` prune only, and leave an ``nn.Linear``.
+        method: ``auto`` means ``one-shot``, which also corrects each layer for the errors of the layers before it. For
+            2:4 there are also ``two-pass``, ``one-loop``, ``wanda+rtn`` and ``magnitude+rtn``, for dense ``gptq`` and
+            ``rtn`` (see :func:`~sparse_marlin.compression.solve.compress_weight`). For comparisons, ``sparsegpt``,
+            ``wanda`` and ``magnitude`` prune only, and leave an ``nn.Linear``.
         skip: names or shell patterns of Linears to leave out.
         only: names or shell patterns; if given, nothing else is compressed.
         dtype: precision of the scales, float16 or bfloat16; default: the layer's own dtype, float16 for float32 layers.
@@ -115,10 +118,11 @@ def patch_model(
     check_method(method, sparsity, allow_prune_only=True)
     if on_nonfinite not in ("raise", "fallback"):
         raise ValueError(f"on_nonfinite must be 'raise' or 'fallback', got {on_nonfinite!r}")
-    if not (damping >= 0):
-        raise ValueError(f"damping must be >= 0, got {damping!r}")
+    check_damping(damping)
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"patch_model takes an nn.Module, got {type(model).__name__}")
     prefix, blocks = decoder_blocks(model)
-    targets, skipped = _choose(model, prefix, _patterns(skip), _patterns(only), scheme, dtype)
+    targets, skipped = _choose(model, prefix, _patterns("skip", skip), _patterns("only", only), scheme, dtype)
     windows = calibration_windows(model, calibration, tokenizer, num_samples, sequence_length, seed, progress)
     if progress:
         print(_memory_need(model, prefix, targets, windows), file=sys.stderr)
@@ -165,8 +169,9 @@ def patch_model(
                         _install(model, result)
                 finished += [result.report for result in done]
                 inputs = None  # the largest tensors here, and no longer needed
-                for i, call in enumerate(calls[index]):
-                    hidden[i] = _run(block, hidden[i], call, where)
+                if index + 1 < len(blocks):
+                    for i, call in enumerate(calls[index]):
+                        hidden[i] = _run(block, hidden[i], call, where)
             calls[index].clear()
     finally:
         model.train(was_training)
@@ -191,15 +196,19 @@ def decoder_blocks(model: nn.Module) -> tuple[str, nn.ModuleList]:
             if weights > size:  # a list inside a block holds fewer than the list of blocks around it
                 best, size = (name, module), weights
     if best is None:
+        held = {type(m).__name__ for _, m in model.named_modules() if any(True for _ in m.parameters(recurse=False))}
         raise ValueError(
-            f"{type(model).__name__} has no decoder blocks: no ModuleList in it holds an nn.Linear; "
-            "use sparse_marlin.compress on single layers"
+            f"{type(model).__name__} has no decoder blocks: no ModuleList in it holds an nn.Linear. Its weights are in "
+            f"{', '.join(sorted(held)) or 'no module at all'}; use sparse_marlin.compress on single nn.Linear layers"
         )
     return best
 
 
-def _patterns(value: str | Sequence[str]) -> list[str]:
-    return [value] if isinstance(value, str) else list(value)
+def _patterns(option: str, value: str | Sequence[str]) -> list[str]:
+    patterns = [value] if isinstance(value, str) else value
+    if not isinstance(patterns, Iterable) or not all(isinstance(p, str) for p in patterns):
+        raise TypeError(f"{option}= takes names or shell patterns of layers, got {value!r}")
+    return list(patterns)
 
 
 def _matches(name: str, patterns: list[str]) -> bool:
@@ -256,11 +265,7 @@ def _choose(
         assert isinstance(weight, Tensor)
         own = replace(scheme, dtype=dtype or _scale_dtype(weight.dtype))
         fitted = own.fit(weight.shape[1])
-        if weight.dtype not in (torch.float16, torch.bfloat16, torch.float32):
-            impossible.append(f"{name}: its weight is {weight.dtype}")
-        elif weight.device.type == "meta":
-            impossible.append(f"{name}: its weight is on the meta device; load the model onto the CPU first")
-        elif why := fitted.why_not(*weight.shape):
+        if why := why_no_weight(weight) or fitted.why_not(*weight.shape):
             impossible.append(f"{name}: {why}")
         note = "" if fitted == own else f"in_features {weight.shape[1]} is no multiple of {own.group_size}"
         targets.append(Target(name, fitted, note))
@@ -277,7 +282,7 @@ def _scale_dtype(weight: torch.dtype) -> torch.dtype:
 
 def _memory_need(model: nn.Module, prefix: str, targets: list[Target], windows: list[Tensor]) -> str:
     """What compression will hold at its peak, in words."""
-    gb = 1 / 2**30
+    gb = 1e-9
     weights = sum(p.numel() * p.element_size() for p in model.parameters())
     linears = [_linear(model, t.name) for t in targets]
     widest = max(m.in_features for m in linears)
@@ -455,7 +460,7 @@ def _record(
     calls: list[Call],
     where: torch.device,
 ) -> tuple[Recorded, list[Tensor]]:
-    """The inputs that the Linears of the still uncompressed block see in the original model, and the block's outputs."""
+    """What the Linears of the still uncompressed block see in the original model, and the block's outputs there."""
     recorded: Recorded = []
     outputs = []
     with closing(_Inputs(model, targets)) as inputs:
@@ -484,7 +489,8 @@ def _stages(targets: list[Target], inputs: Recorded) -> list[list[Target]]:
     leaf = {t.name: t.name.rpartition(".")[2] for t in targets}
     known = set().union(*stages)
     groups = [[t for t in targets if leaf[t.name] in stage] for stage in stages]
-    return groups + [[t for t in targets if leaf[t.name] not in known]]
+    rest = [t for t in targets if leaf[t.name] not in known]  # what no batch reached
+    return [*groups, rest] if rest else groups
 
 
 @dataclass
@@ -574,7 +580,7 @@ def _collect(
                 except NonFiniteError as e:
                     if on_nonfinite == "raise":
                         raise NonFiniteError(
-                            f"the inputs of {', '.join(names)} are not finite: {e}; blocks before this one are "
+                            f"the inputs of {', '.join(names)} are not finite: {e}; layers before these are "
                             "compressed already. on_nonfinite='fallback' rounds such layers to nearest"
                         ) from None
                     for name in names:
@@ -734,7 +740,12 @@ class _Store:
         manifest = {"format": _FORMAT, "fingerprint": digest.hexdigest(), "settings": settings}
         file = path / "manifest.json"
         if file.exists():
-            found = json.loads(file.read_text(encoding="utf-8"))
+            try:
+                found = json.loads(file.read_text(encoding="utf-8"))
+            except ValueError as e:
+                raise ValueError(f"{file} is damaged ({e}): delete {path} and start again") from e
+            if not isinstance(found, dict):
+                raise ValueError(f"{file} is no manifest of a run: delete {path} and start again")
             if found != manifest:
                 raise ValueError(
                     f"{path} holds blocks of another run (other model, settings or calibration data): "

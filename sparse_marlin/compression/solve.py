@@ -8,6 +8,7 @@ same inverse Hessian whether it comes from pruning (SparseGPT, arXiv 2301.00774)
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -60,6 +61,23 @@ def check_method(method: str, sparsity: str | None, allow_prune_only: bool) -> N
         raise ValueError(f"method must be one of auto, {', '.join(known)} for sparsity={sparsity!r}, got {method!r}")
 
 
+def check_damping(damping: float) -> None:
+    """Raises ValueError for a damping that is no finite number >= 0."""
+    if not (math.isfinite(damping) and damping >= 0):
+        raise ValueError(f"damping must be a finite number >= 0, got {damping!r}")
+
+
+def why_no_weight(weight: Tensor) -> str | None:
+    """Why a tensor cannot be compressed, whatever the scheme, or None."""
+    if weight.dtype not in (torch.float16, torch.bfloat16, torch.float32):
+        return f"the weight must be float16, bfloat16 or float32, got {weight.dtype}"
+    if weight.device.type == "meta":
+        return "the weight is on the meta device: load the model onto a CPU or GPU first"
+    if not torch.isfinite(weight).all():
+        return "the weight holds NaN or infinite values"
+    return None
+
+
 def output_error(weight: Tensor, approximation: Tensor, hessian: Tensor | None) -> float:
     """Relative error of the layer's output in the 2-norm over the calibration inputs (of the weight itself without)."""
     delta = weight - approximation
@@ -79,9 +97,9 @@ def compress_weight(
         weight: [N, K], any floating dtype; computed in float32 on its device.
         hessian: [K, K] float32 on the same device, or None for methods that need none.
         scheme: bits, groups and sparsity of the result; symmetric.
-        method: one of METHODS_24, METHODS_DENSE, PRUNE_ONLY. ``one-loop`` chooses the mask while it rounds; ``two-pass``
-            prunes first and then rounds under the frozen mask; ``gptq`` only rounds; ``one-shot`` is the latter two
-            with the scales fitted once more to the final integers.
+        method: one of METHODS_24, METHODS_DENSE, PRUNE_ONLY. ``one-loop`` chooses the mask while it rounds;
+            ``two-pass`` prunes first and then rounds under the frozen mask; ``gptq`` only rounds; ``one-shot`` is the
+            latter two with the scales fitted once more to the final integers.
         damping: fraction of the Hessian's mean diagonal added to it.
 
     Raises:

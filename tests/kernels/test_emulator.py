@@ -9,9 +9,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-import pytest
-
 import build
+import pytest
 
 DRIVERS = ("ops", "faults_sm80", "faults_sm90")
 SEEDS = (0, 1, 2)  # round robin, fixed priorities, random: see emulator/emu.h

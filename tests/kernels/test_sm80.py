@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
 import build
+import pytest
 
 
 @pytest.fixture(scope="module")

@@ -7,10 +7,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import build
 import numpy as np
 import pytest
-
-import build
 import vectors
 
 HERE = Path(__file__).resolve().parent

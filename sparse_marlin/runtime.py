@@ -1,0 +1,132 @@
+"""What this process can run on its GPUs: the extension, its kernels, and whether they compute the right thing there."""
+
+from __future__ import annotations
+
+import warnings
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from . import ops  # noqa: F401  defines what the extension implements
+from .build import BuildError, extension_path, mode
+from .dispatch import Config, Device, Kernel, Problem, configurations, plan, why_not
+from .layouts import KernelWeight, to_kernel
+from .layouts import why_not as no_kernel_form
+from .packed import PackedWeight
+from .scheme import Scheme
+
+# Odd sizes, so that padding is tested too, whole tiles and parts of them, and blocks that share a tile.
+_TEST_ROWS, _TEST_COLUMNS, _TEST_TOKENS, _TEST_BLOCKS = 200, 896, (1, 37, 300), 5
+
+
+@cache
+def extension_error() -> str | None:
+    """Loads the CUDA kernels, and builds them first where that is needed. None once they are there, else why not.
+
+    Raises:
+        BuildError: instead, if SPARSE_MARLIN_BUILD=1.
+    """
+    try:
+        torch.ops.load_library(extension_path())
+    except (BuildError, OSError) as e:
+        if mode() == "1":
+            raise
+        return str(e)
+    return None
+
+
+@cache
+def kernels(scheme: Scheme, dtype: torch.dtype) -> tuple[Kernel, ...]:
+    """The kernels of the loaded extension, as they are for this scheme and dtype of the inputs."""
+    sparse, zero_points = scheme.sparsity is not None, not scheme.symmetric
+    text: str = torch.ops.sparse_marlin.kernels(
+        scheme.num_bits, scheme.group_size, sparse, zero_points, dtype == torch.bfloat16
+    )
+    return tuple(Kernel.parse(line) for line in text.splitlines())
+
+
+@cache
+def device_properties(index: int) -> Device:
+    """The properties of a CUDA device; needs the extension."""
+    return Device.parse(torch.cuda.get_device_name(index), torch.ops.sparse_marlin.device_attributes(index))
+
+
+def plan_for(packed: PackedWeight, dtype: torch.dtype) -> str | None:
+    """Which kernels multiply this weight by inputs of ``dtype`` on its device: the ``plan`` of the operator ``gemm``.
+
+    Returns:
+        None if no kernel can or may; on a CUDA device a warning says why, once per reason.
+    """
+    if packed.device.type != "cuda":
+        return None
+    index = packed.device.index
+    if reason := _cannot(index, packed.scheme, dtype) or no_kernel_form(packed, dtype):
+        _warn(f"{reason}. The weight is dequantized in PyTorch instead, which is right but slow.")
+        return None
+    table = kernels(packed.scheme, dtype)
+    return plan(packed.out_features, packed.in_features, packed.scheme, dtype, device_properties(index), table)
+
+
+@cache
+def _cannot(index: int, scheme: Scheme, dtype: torch.dtype) -> str | None:
+    if reason := extension_error():
+        return f"The CUDA kernels are not available: {reason}"
+    device = device_properties(index)
+    return why_not(scheme, dtype, device) or self_test(torch.device("cuda", index), device, scheme, dtype)
+
+
+def self_test(where: torch.device, device: Device, scheme: Scheme, dtype: torch.dtype) -> str | None:
+    """Runs every kernel that may be chosen once, against the dequantized weight; why they cannot be used, or None."""
+    random = torch.Generator(where).manual_seed(0)
+    n, k = _TEST_ROWS, _TEST_COLUMNS
+    codes = torch.randint(1 << scheme.num_bits, (n, k), generator=random, device=where).to(torch.uint8)
+    scales = torch.rand(n, scheme.num_groups(k), generator=random, device=where).add_(0.5)
+    zeros = None if scheme.symmetric else torch.full_like(scales, scheme.zero_code + 1).to(torch.uint8)
+    mask = (
+        torch.rand(n, k // 4, 4, generator=random, device=where).argsort().lt(2).view(n, k) if scheme.sparsity else None
+    )
+    packed = PackedWeight.pack(codes, scales, scheme, mask, zeros)
+    weight = packed.dequantize(torch.float32).to(dtype)
+    form = to_kernel(packed, dtype)
+    for config in configurations(Problem(1, n, k, scheme, dtype), device, kernels(scheme, dtype)):
+        if not isinstance(config, Config):
+            continue
+        for tokens in _TEST_TOKENS:
+            x = torch.randn(tokens, k, generator=random, device=where).to(dtype)
+            want = x.double() @ weight.double().T
+            try:
+                got = multiply(form, x, f"*:{config.kernel}@{_TEST_BLOCKS}")
+                error = float((got - want).norm() / want.norm())
+            except RuntimeError as e:
+                return f"The kernel {config.kernel} does not run on {device.name}: {e}"
+            if not error < 2 * torch.finfo(dtype).eps:  # a NaN is not less either
+                return (
+                    f"The kernel {config.kernel} computes wrong results on {device.name} (relative error {error:.1e})"
+                )
+    return None
+
+
+def multiply(form: KernelWeight, x: Tensor, plan: str) -> Tensor:
+    """``x @ w.T`` by the kernels that ``plan`` names (see :func:`sparse_marlin.dispatch.plan`)."""
+    s = form.scheme
+    y: Tensor = torch.ops.sparse_marlin.gemm(
+        x,
+        form.weights,
+        form.meta,
+        form.scales,
+        form.row_scales,
+        form.perm,
+        None,
+        form.out_features,
+        s.num_bits,
+        s.group_size,
+        not s.symmetric,
+        plan,
+    )
+    return y
+
+
+@cache
+def _warn(text: str) -> None:
+    warnings.warn(text, stacklevel=4)
