@@ -9,18 +9,10 @@
 
 #include "common/launch_sm80.cuh"
 #include "dense/sm80.cuh"
-#include "gemm_problem.h"
+#include "on_device.h"
 #include "sparse24/sm80.cuh"
 
 using namespace gemm_test;
-
-#define CUDA(call)                                                                      \
-  do {                                                                                  \
-    if (cudaError_t e = (call); e != cudaSuccess) {                                     \
-      std::printf("%s:%d: %s: %s\n", __FILE__, __LINE__, #call, cudaGetErrorString(e)); \
-      std::exit(1);                                                                     \
-    }                                                                                   \
-  } while (0)
 
 struct Variant {
   std::string name;
@@ -49,63 +41,7 @@ template <class C> Variant variant() {
           occupancy<C>};
 }
 
-template <class V> V* upload(const std::vector<V>& v, int copies = 1) {
-  V* d = nullptr;
-  const size_t bytes = v.size() * sizeof(V);
-  if (!bytes) return nullptr;
-  CUDA(cudaMalloc(&d, bytes * copies));
-  CUDA(cudaMemcpy(d, v.data(), bytes, cudaMemcpyHostToDevice));
-  for (int i = 1; i < copies; ++i)
-    CUDA(cudaMemcpy(reinterpret_cast<uint8_t*>(d) + i * bytes, d, bytes, cudaMemcpyDeviceToDevice));
-  return d;
-}
-
-struct OnDevice {
-  GemmProblem p;
-  Prepared w;
-  int copies;
-  uint32_t *weights, *meta;
-  uint16_t *scales, *x, *bias, *y;
-  float* row_scales;
-  uint32_t* workspace;
-  static constexpr size_t WORKSPACE = size_t(256) << 20;
-  static constexpr int MAX_M = 256;
-
-  OnDevice(Scheme s, int N, int K) : p{s, MAX_M, N, K, false, true, 7}, w(prepare(p, 16)) {
-    copies = int((size_t(300) << 20) / bytes()) + 2;
-    weights = upload(w.weights, copies), meta = upload(w.meta, copies), scales = upload(w.scales, copies);
-    row_scales = upload(w.row_scales);
-    std::vector<uint16_t> hx(size_t(MAX_M) * K), hb(N);
-    for (int m = 0; m < MAX_M; ++m)
-      for (int k = 0; k < K; ++k) hx[size_t(m) * K + k] = p.x_bits(m, k);
-    for (int n = 0; n < N; ++n) hb[n] = p.bias_bits(n);
-    x = upload(hx), bias = upload(hb);
-    CUDA(cudaMalloc(&y, size_t(MAX_M) * N * 2));
-    CUDA(cudaMalloc(&workspace, WORKSPACE));
-    CUDA(cudaMemset(workspace, 0xff, WORKSPACE));
-  }
-  ~OnDevice() {
-    for (void* d : {(void*)weights, (void*)meta, (void*)scales, (void*)row_scales, (void*)x, (void*)bias, (void*)y,
-                    (void*)workspace})
-      cudaFree(d);
-  }
-  size_t bytes() const { return w.weights.size() * 4 + w.meta.size() * 4 + w.scales.size() * 2; }
-  Problem problem(int M, int copy) const {
-    return {p.scheme,
-            M,
-            p.N,
-            p.K,
-            x,
-            p.K,
-            weights + copy * w.weights.size(),
-            meta + copy * w.meta.size(),
-            scales + copy * w.scales.size(),
-            row_scales,
-            bias,
-            y,
-            workspace};
-  }
-};
+constexpr int MAX_M = 256;
 
 bool right(const OnDevice& d, const Variant& v, int M, int blocks) {
   const size_t count = size_t(M) * d.p.N;
@@ -197,7 +133,7 @@ int main(int argc, char** argv) {
   bool good = true;
   for (const auto& list : {variants<DenseWeights<half, 4, 128, false>>(), variants<SparseWeights<half, 4, 128>>()})
     for (const auto& [N, K] : {std::pair{28672, 8192}, {4096, 4096}, {8192, 28672}}) {
-      const OnDevice d(list[0].scheme, N, K);
+      const OnDevice d({list[0].scheme, MAX_M, N, K, false, true, 7}, COPIES_BEYOND_L2);
       std::printf("\n%s %d x %d, %.1f MB, us (TB/s of weights)\n", list[0].scheme.sparse ? "2:4" : "dense", N, K,
                   d.bytes() / 1e6);
       for (const Variant& v : list) {

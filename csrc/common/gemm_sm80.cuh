@@ -29,7 +29,8 @@ struct Sm80Config {
   static constexpr int PANELS = ROWS / layout::PANEL_ROWS;
   static constexpr int THREADS = WARPS_N * WARPS_K * 32, EPILOGUE_THREADS = WARPS_N * 32;
   static constexpr int N8 = TOKENS / 8;
-  static constexpr int ACCUMULATORS = FRAGMENTS * N8;  // groups of four per lane
+  static constexpr int X_ROWS_PER_ROUND = THREADS / (K_TILE / 8);  // rows of x that all threads copy at once
+  static constexpr int ACCUMULATORS = FRAGMENTS * N8;              // groups of four per lane
 
   static constexpr int FRAGMENT_K = layout::fragment_k(Weights::BITS, Weights::SPARSE);
   static constexpr int MMA_K = layout::mma_k(Weights::SPARSE);
@@ -41,8 +42,7 @@ struct Sm80Config {
   static_assert(TOKENS % 8 == 0 && ROWS % layout::PANEL_ROWS == 0);
   static_assert(K_TILE % GROUP == 0 && K_TILE % layout::META_K == 0 && WARP_K % FRAGMENT_K == 0);
   static_assert(WARP_K % GROUP == 0 || GROUP % WARP_K == 0);
-  static_assert(THREADS % (K_TILE / 8) == 0 && THREADS / (K_TILE / 8) % 8 == 0,
-                "a thread copies one column chunk of x");
+  static_assert(THREADS % (K_TILE / 8) == 0 && X_ROWS_PER_ROUND % 8 == 0, "a thread copies one column chunk of x");
 };
 
 // Dynamic shared memory, the same for host and kernel.
@@ -72,6 +72,7 @@ template <class T> struct Sm80Args {
   T* y;
   uint4* workspace;
   int64_t x_stride;
+  uint32_t x_round;  // bytes between the rows of x that a thread copies one after the other
   int64_t panel_codes, panel_meta, panel_scales;  // bytes
   int group_step;  // bytes from one group's scales to the next; 0 where a row has one scale
   int runs_log2;   // a group has 2 ** runs_log2 runs of C::GROUP columns
@@ -79,14 +80,12 @@ template <class T> struct Sm80Args {
   Partition partition;
 };
 
-// Copies BYTES contiguous bytes with all threads of the block.
+// Copies BYTES contiguous bytes with all threads of the block. Both addresses are those of the thread's first 16 bytes.
 template <class C, int BYTES> PTX_INLINE void copy_run(uint32_t dst, const uint8_t* src) {
   constexpr int PER_ROUND = C::THREADS * 16;
 #pragma unroll
-  for (int i = 0; i < BYTES; i += PER_ROUND) {
-    const int at = i + int(threadIdx.x) * 16;
-    if (BYTES - i >= PER_ROUND || at < BYTES) ptx::cp_async<16>(dst + at, src + at);
-  }
+  for (int i = 0; i < BYTES; i += PER_ROUND)
+    if (BYTES - i >= PER_ROUND || int(threadIdx.x) * 16 < BYTES - i) ptx::cp_async<16>(dst + i, src + i);
 }
 
 template <class C>
@@ -107,38 +106,52 @@ __global__ void __launch_bounds__(C::THREADS, C::BLOCKS_PER_SM) gemm_sm80(const 
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
   const int warp_n = warp % C::WARPS_N, warp_k = warp / C::WARPS_N;
 
-  // ---- fetch: one stage, by all threads
-  constexpr int X_CHUNKS = C::K_TILE / 8, X_ROWS_PER_ROUND = C::THREADS / X_CHUNKS;
+  // ---- fetch: one stage, by all threads. The sources are found once for a piece, and move on from stage to stage.
+  constexpr int PANEL_CODES = S::CODES / C::PANELS, PANEL_META = S::META / C::PANELS;
+  constexpr int PANEL_SCALES = S::SCALES / C::PANELS;
+  static_assert(PANEL_SCALES <= C::THREADS * 16, "a thread copies 16 bytes of one group's scales");
+  constexpr int X_CHUNKS = C::K_TILE / 8, X_ROWS_PER_ROUND = C::X_ROWS_PER_ROUND;
   const int x_chunk = threadIdx.x % X_CHUNKS, x_row = threadIdx.x / X_CHUNKS;
-  const uint32_t x_dst =
-      base + S::x + (x_chunk / 8) * (C::TOKENS * 128) + x_row * 128 + (((x_chunk % 8) ^ (x_row % 8)) << 4);
-  auto fetch = [&](const Walk& walk, int slot) {
+  const uint32_t x_dst = base + S::x + x_chunk / 8 * (C::TOKENS * 128) + x_row * 128 + ((x_chunk % 8 ^ x_row % 8) << 4);
+  const uint32_t thread_dst = base + threadIdx.x * 16;
+  const int scale_group = threadIdx.x * 16 / C::SCALE_BYTES, scale_at = threadIdx.x * 16 % C::SCALE_BYTES;
+  const uint8_t *codes_src[C::PANELS], *meta_src[C::PANELS], *scales_src[C::PANELS];
+  const uint8_t* x_src;
+  int x_rows;  // from x_row to the last token
+  auto find_sources = [&](const Walk& walk) {
     const int n_tile = walk.tile / p.m_tiles, m0 = (walk.tile - n_tile * p.m_tiles) * C::TOKENS;
     const int last_panel = (p.N - 1) / PANEL_ROWS;
 #pragma unroll
     for (int i = 0; i < C::PANELS; ++i) {
       const int panel = min(n_tile * C::PANELS + i, last_panel);  // rows past N are computed and not stored
-      copy_run<C, S::CODES / C::PANELS>(base + S::codes + slot * S::CODES + i * (S::CODES / C::PANELS),
-                                        p.weights + panel * p.panel_codes + int64_t(walk.k) * (S::CODES / C::PANELS));
-      if constexpr (W::SPARSE)
-        copy_run<C, S::META / C::PANELS>(base + S::meta + slot * S::META + i * (S::META / C::PANELS),
-                                         p.meta + panel * p.panel_meta + int64_t(walk.k) * (S::META / C::PANELS));
-#pragma unroll
-      for (int j = 0; j < C::STAGE_GROUPS; ++j)
-        copy_run<C, C::SCALE_BYTES>(
-            base + S::scales + slot * S::SCALES + (i * C::STAGE_GROUPS + j) * C::SCALE_BYTES,
-            p.scales + panel * p.panel_scales + int64_t((walk.k * C::STAGE_GROUPS + j) >> p.runs_log2) * p.group_step);
+      codes_src[i] = p.weights + panel * p.panel_codes + int64_t(walk.k) * PANEL_CODES + threadIdx.x * 16;
+      meta_src[i] =
+          W::SPARSE ? p.meta + panel * p.panel_meta + int64_t(walk.k) * PANEL_META + threadIdx.x * 16 : nullptr;
+      scales_src[i] = p.scales + panel * p.panel_scales + scale_at;
     }
-    const int column = walk.k * C::K_TILE + x_chunk * 8;
-    const uint32_t x_bytes = column < p.K ? 16 : 0;  // zeros past K
-    const T* x_src = p.x + (x_bytes ? column : 0);
+    x_src = reinterpret_cast<const uint8_t*>(p.x + (m0 + x_row) * p.x_stride + walk.k * C::K_TILE + x_chunk * 8);
+    x_rows = p.M - m0 - x_row;
+  };
+  auto fetch = [&](int k, int slot) {
 #pragma unroll
-    for (int i = 0; i < C::TOKENS; i += X_ROWS_PER_ROUND) {
-      const int row = i + x_row, m = m0 + row;
+    for (int i = 0; i < C::PANELS; ++i) {
+      copy_run<C, PANEL_CODES>(thread_dst + S::codes + slot * S::CODES + i * PANEL_CODES, codes_src[i]);
+      codes_src[i] += PANEL_CODES;
+      if constexpr (W::SPARSE) {
+        copy_run<C, PANEL_META>(thread_dst + S::meta + slot * S::META + i * PANEL_META, meta_src[i]);
+        meta_src[i] += PANEL_META;
+      }
+      copy_run<C, PANEL_SCALES>(
+          thread_dst + S::scales + slot * S::SCALES + i * PANEL_SCALES,
+          scales_src[i] + int64_t((k * C::STAGE_GROUPS + scale_group) >> p.runs_log2) * p.group_step);
+    }
+    const uint32_t x_bytes = k * C::K_TILE + x_chunk * 8 < p.K ? 16 : 0;  // zeros past K, from where nothing is read
+#pragma unroll
+    for (int i = 0; i < C::TOKENS; i += X_ROWS_PER_ROUND)
       // Tokens past M keep what the slot holds: a token only reaches its own column of y, which is not stored.
-      if ((X_ROWS_PER_ROUND <= C::TOKENS || row < C::TOKENS) && m < p.M)
-        ptx::cp_async<16>(x_dst + slot * S::X + i * 128, x_src + m * p.x_stride, x_bytes);
-    }
+      if ((X_ROWS_PER_ROUND <= C::TOKENS || x_row < C::TOKENS) && i < x_rows)
+        ptx::cp_async<16>(x_dst + slot * S::X + i * 128, x_src + uint64_t(p.x_round) * (i / X_ROWS_PER_ROUND), x_bytes);
+    x_src += C::K_TILE * 2;
   };
 
   // ---- multiply: one stage, each warp its rows and its share of the columns
@@ -258,10 +271,14 @@ __global__ void __launch_bounds__(C::THREADS, C::BLOCKS_PER_SM) gemm_sm80(const 
   // ---- main loop: STAGES - 1 stages ahead, across the borders of tiles
   Walk ahead(p.partition, blockIdx.x), now(p.partition, blockIdx.x);
   int fetch_slot = 0, slot = 0;
+  find_sources(ahead);
   auto fetch_next = [&] {
     if (!ahead.done()) {
-      fetch(ahead, fetch_slot);
-      if (++ahead.k == ahead.k_end) ahead.next_piece();
+      fetch(ahead.k, fetch_slot);
+      if (++ahead.k == ahead.k_end) {
+        ahead.next_piece();
+        if (!ahead.done()) find_sources(ahead);
+      }
       if (++fetch_slot == C::STAGES) fetch_slot = 0;
     }
     ptx::cp_async_commit();  // empty groups keep the count that the wait relies on

@@ -29,6 +29,7 @@ template <class C> std::string start_sm80(const Problem& p, int blocks, cudaStre
   const int64_t m_tiles = ceil_div(p.M, C::TOKENS), tiles = ceil_div(p.N, C::ROWS) * m_tiles,
                 k_tiles = ceil_div(p.K, C::K_TILE);
   if (tiles * k_tiles > INT_MAX) return "the problem is too large: more than 2^31 work units";
+  if (p.x_stride > UINT32_MAX / (C::X_ROWS_PER_ROUND * 2)) return "the rows of x are too far apart: copy x";
   const int group_bytes = layout::panel_scale_bytes(C::Weights::ZERO_POINTS);
   const int group = p.scheme.group_size;  // columns, or -1
 
@@ -42,6 +43,7 @@ template <class C> std::string start_sm80(const Problem& p, int blocks, cudaStre
   a.y = static_cast<T*>(p.y);
   a.workspace = static_cast<uint4*>(p.workspace);
   a.x_stride = p.x_stride;
+  a.x_round = uint32_t(p.x_stride * C::X_ROWS_PER_ROUND * 2);
   a.panel_codes = layout::panel_code_bytes(padded_k, C::Weights::BITS, C::Weights::SPARSE);
   a.panel_meta = layout::panel_meta_bytes(padded_k);
   a.panel_scales = (group == -1 ? 1 : padded_k / group) * group_bytes;

@@ -9,7 +9,7 @@ template <class W> void add_sparse_int4(std::vector<Instance>& list) {
   list.push_back(instance_sm80<Sm80Config<W, 8, 4, 2, 256, 4, 2>>("sm80_t8"));
   list.push_back(instance_sm80<Sm80Config<W, 16, 4, 2, 256, 4, 2>>("sm80_t16"));
   list.push_back(instance_sm80<Sm80Config<W, 32, 4, 2, 256, 3, 2>>("sm80_t32"));
-  list.push_back(instance_sm80<Sm80Config<W, 64, 4, 1, 128, 3, 3>>("sm80_t64"));
+  list.push_back(instance_sm80<Sm80Config<W, 64, 4, 1, 128, 3, 2>>("sm80_t64"));
 }
 template <class W> void add_sparse_int8(std::vector<Instance>& list) {  // see add_dense_int8
   list.push_back(instance_sm80<Sm80Config<W, 16, 4, 2, 128, 4, 2>>("sm80_t16"));
