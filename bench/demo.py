@@ -178,7 +178,7 @@ def table_of(numbers: dict[str, Any]) -> tuple[tuple[str, ...], list[tuple[str, 
     title = samples.MODEL_TITLE if numbers["model"] == samples.MODEL else numbers["model"]
     settings, seconds = numbers["settings"], numbers["seconds"]
     caption = (
-        f"{title}, {len(compressed)} of {len(layers)} layers as {schemes}; embeddings and output head stay as they are. "
+        f"{title}, {len(compressed)} of {len(layers)} layers as {schemes}; embeddings and output head as before. "
         f"{settings['tokens']} calibration tokens, {numbers['evaluated_tokens']} held-out tokens, compressed in "
         f"{seconds['compression']:.0f} s, {seconds['total']:.0f} s in all. {numbers['conditions']['machine']}."
     )
