@@ -14,6 +14,7 @@ from .hessian import Hessian, NonFiniteError
 from .pipeline import compressed_layer, patch_model
 from .report import LayerReport, Report
 from .solve import check_damping, check_method, compress_weight, default_method, why_no_weight
+from .targets import scale_dtype
 
 __all__ = ["Hessian", "LayerReport", "NonFiniteError", "Report", "compress", "patch_model"]
 
@@ -61,8 +62,7 @@ def compress(
     if reason := why_no_weight(linear.weight):
         raise ValueError(reason)
     check_damping(damping)
-    own = torch.bfloat16 if linear.weight.dtype == torch.bfloat16 else torch.float16
-    scheme = Scheme(bits, group_size, sparsity, dtype=dtype or own)
+    scheme = Scheme(bits, group_size, sparsity, dtype=dtype or scale_dtype(linear.weight.dtype))
     fitted = scheme.fit(k)
     if reason := fitted.why_not(n, k):
         raise ValueError(reason)

@@ -126,12 +126,13 @@ def patch_model(
         for index, block in enumerate(tqdm(blocks, desc="compressing blocks", unit="block", disable=not progress)):
             mine = [t for t in targets if t.name.startswith(f"{prefix}.{index}.")]
             with moved(block, device) as where:
+                done = store.load(index) if store else None
                 stages: list[list[Target]] = [mine]
                 inputs: Recorded | None = None
                 if correct:
-                    inputs, original = record(model, block, mine, original, calls[index], where)
-                    stages = _stages(mine, inputs)
-                done = store.load(index) if store else None
+                    watched = mine if done is None else []  # of a finished block only the outputs are wanted
+                    inputs, original = record(model, block, watched, original, calls[index], where)
+                    stages = _stages(watched, inputs)
                 if done is None:
                     done = []
                     for stage in stages:

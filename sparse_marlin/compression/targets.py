@@ -106,7 +106,7 @@ def choose_targets(
             continue
         weight = module.weight
         assert isinstance(weight, Tensor)
-        own = replace(scheme, dtype=dtype or _scale_dtype(weight.dtype))
+        own = replace(scheme, dtype=dtype or scale_dtype(weight.dtype))
         fitted = own.fit(weight.shape[1])
         if why := why_no_weight(weight) or fitted.why_not(*weight.shape):
             impossible.append(f"{name}: {why}")
@@ -119,7 +119,8 @@ def choose_targets(
     return targets, skipped
 
 
-def _scale_dtype(weight: torch.dtype) -> torch.dtype:
+def scale_dtype(weight: torch.dtype) -> torch.dtype:
+    """The precision that the scales of a weight get by default."""
     return torch.bfloat16 if weight == torch.bfloat16 else torch.float16
 
 
