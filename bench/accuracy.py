@@ -2,7 +2,7 @@
 
 python bench/accuracy.py                                 what the library does by default, and what it is compared with
 python bench/accuracy.py --methods two-pass one-loop     these only
-python bench/accuracy.py --json bench/results/accuracy.json
+python bench/accuracy.py --json bench/results/accuracy.json    rows of other methods, measured alike, stay in the file
 
 Setting: 24 windows of 512 tokens drawn from the first half for calibration, the first 24 windows of the second half for
 evaluation, float32, symmetric INT4, group 64, damping 1 %, blocks in sequence.
@@ -53,7 +53,7 @@ WINDOW = 512
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--methods", nargs="+", choices=METHODS, default=DEFAULT)
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=DEFAULT, metavar="METHOD")
     parser.add_argument("--model", help="path of a Hugging Face model (default: the embedded SmolLM2-135M)")
     parser.add_argument("--text", type=Path, help="a UTF-8 text (default: the language reference that CPython ships)")
     parser.add_argument("--calibration-windows", type=int, default=24)
@@ -61,8 +61,8 @@ def main() -> None:
     parser.add_argument("--group-size", type=int, default=64)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--json", type=Path, help="write the rows there")
-    parser.add_argument("--readme", action="store_true", help="replace the table in README.md by these rows")
+    parser.add_argument("--json", type=Path, help="write the rows there, to those that a run alike has left in it")
+    parser.add_argument("--readme", action="store_true", help="replace the table in README.md by the rows")
     args = parser.parse_args()
 
     path = args.model or sample_model()
@@ -78,6 +78,8 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     for name in args.methods:
         subject = copy.deepcopy(model)
+        if args.device != "cpu":
+            torch.cuda.reset_peak_memory_stats()
         began = time.perf_counter()
         how = METHODS[name]
         bits: float = 32
@@ -110,7 +112,7 @@ def main() -> None:
             flush=True,
         )
         if args.json:  # after every row, so that an interrupted run keeps what it has
-            _write(args, rows)
+            rows = _write(args, rows)
     if args.readme:
         columns = ("method", "weights", "bits per weight", "perplexity", "KL to the original", "minutes")
         cells = [
@@ -130,11 +132,10 @@ def main() -> None:
         readme.replace("accuracy", columns, cells, caption)
 
 
-def _write(args: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
-    meta = {
+def _write(args: argparse.Namespace, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Writes the file anew; the rows in it, which may have come from several runs."""
+    setting = {
         "commit": _commit(),
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "command": " ".join(["python", *sys.argv]),
         "device": _device(args.device),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
@@ -147,8 +148,18 @@ def _write(args: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
         "window": WINDOW,
         "seed": args.seed,
     }
+    merged = {r["method"]: r for r in rows}
+    if args.json.exists():
+        before = json.loads(args.json.read_text(encoding="utf-8"))
+        if setting.items() <= before["meta"].items():
+            merged = {r["method"]: r for r in before["rows"]} | merged
+    rows = [merged[name] for name in METHODS if name in merged]
+    run = {"date": datetime.now(timezone.utc).isoformat(timespec="seconds"), "command": " ".join(["python", *sys.argv])}
     args.json.parent.mkdir(parents=True, exist_ok=True)
-    args.json.write_text(json.dumps({"meta": meta, "rows": rows}, indent=1) + "\n", encoding="utf-8")
+    part = args.json.with_suffix(f".{os.getpid()}")
+    part.write_text(json.dumps({"meta": setting | run, "rows": rows}, indent=1) + "\n", encoding="utf-8")
+    part.replace(args.json)
+    return rows
 
 
 def _device(device: str) -> str:
