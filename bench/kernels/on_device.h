@@ -45,8 +45,9 @@ struct OnDevice {
     weights = upload(w.weights, copies), meta = upload(w.meta, copies), scales = upload(w.scales, copies);
     row_scales = upload(w.row_scales);
     std::vector<uint16_t> hx(size_t(p.M) * x_stride()), hb(p.N);
-    for (int m = 0; m < p.M; ++m)
+    parallel(p.M, 16, [&](int m) {
       for (int k = 0; k < p.K; ++k) hx[size_t(m) * x_stride() + k] = p.x_bits(m, k);
+    });
     for (int n = 0; n < p.N; ++n) hb[n] = p.bias_bits(n);
     x = upload(hx), bias = upload(hb);
     CUDA(cudaMalloc(&y, size_t(p.M) * p.N * 2));

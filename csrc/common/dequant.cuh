@@ -16,19 +16,21 @@ struct PairScales {
   uint32_t zero[2];   // -zero * scale, or with zero points the zero point in the code's place
 };
 
-template <class T, int BITS, bool ZERO_POINTS> PTX_INLINE PairScales load_scales(uint32_t addr) {
+// As they are stored: the scales of a row pair, and after them its zero points.
+template <bool ZERO_POINTS> using StoredScales = std::conditional_t<ZERO_POINTS, uint2, uint32_t>;
+
+template <class T, int BITS> PTX_INLINE PairScales expand_scales(uint2 words) {
   PairScales s;
-  if constexpr (ZERO_POINTS) {
-    const uint2 words = ptx::load_shared<uint2>(addr);
-    s.scale[0] = ptx::prmt<0x1010>(words.x, 0), s.scale[1] = ptx::prmt<0x3232>(words.x, 0);
-    s.zero[0] = ptx::prmt<0x1010>(words.y, 0), s.zero[1] = ptx::prmt<0x3232>(words.y, 0);
-  } else {
-    const uint32_t word = ptx::load_shared<uint32_t>(addr);
-    s.scale[0] = ptx::prmt<0x1010>(word, 0), s.scale[1] = ptx::prmt<0x3232>(word, 0);
-    // Minus the middle code, as a subnormal. As patterns: the sign and 8, 8 << 4 or 128.
-    constexpr uint32_t LOW = BITS == 4 ? 0x80088008u : 0x80808080u, HIGH = 0x80808080u;
-    s.zero[0] = ptx::mul2<T>(s.scale[0], LOW), s.zero[1] = ptx::mul2<T>(s.scale[1], HIGH);
-  }
+  s.scale[0] = ptx::prmt<0x1010>(words.x, 0), s.scale[1] = ptx::prmt<0x3232>(words.x, 0);
+  s.zero[0] = ptx::prmt<0x1010>(words.y, 0), s.zero[1] = ptx::prmt<0x3232>(words.y, 0);
+  return s;
+}
+template <class T, int BITS> PTX_INLINE PairScales expand_scales(uint32_t word) {
+  PairScales s;
+  s.scale[0] = ptx::prmt<0x1010>(word, 0), s.scale[1] = ptx::prmt<0x3232>(word, 0);
+  // Minus the middle code, as a subnormal. As patterns: the sign and 8, 8 << 4 or 128.
+  constexpr uint32_t LOW = BITS == 4 ? 0x80088008u : 0x80808080u, HIGH = 0x80808080u;
+  s.zero[0] = ptx::mul2<T>(s.scale[0], LOW), s.zero[1] = ptx::mul2<T>(s.scale[1], HIGH);
   return s;
 }
 

@@ -15,32 +15,6 @@ PTX_INLINE void push_partial(uint4* slot, const float (&v)[4]) {
 }
 PTX_INLINE bool is_missing(const uint4& v) { return v.x == EMPTY || v.y == EMPTY || v.z == EMPTY || v.w == EMPTY; }
 
-// Adds the partial sums of `count` blocks before `own`, in order; their slots are `stride` apart, the first at `slot`.
-PTX_INLINE void pull_partials(float (&own)[4], uint4* slot, size_t stride, int count) {
-  constexpr int IN_FLIGHT = 4;
-  float sum[4] = {};
-  for (int first = 0; first < count; first += IN_FLIGHT) {
-    uint4 v[IN_FLIGHT];
-#pragma unroll
-    for (int i = 0; i < IN_FLIGHT; ++i)
-      if (first + i < count) v[i] = ptx::load_relaxed(slot + (first + i) * stride);
-#pragma unroll
-    for (int i = 0; i < IN_FLIGHT; ++i) {
-      if (first + i >= count) break;
-      uint4* p = slot + (first + i) * stride;
-      while (is_missing(v[i])) {
-        ptx::relax();
-        v[i] = ptx::load_relaxed(p);
-      }
-      ptx::store_relaxed(p, make_uint4(EMPTY, EMPTY, EMPTY, EMPTY));
-      sum[0] += __uint_as_float(v[i].x), sum[1] += __uint_as_float(v[i].y);
-      sum[2] += __uint_as_float(v[i].z), sum[3] += __uint_as_float(v[i].w);
-    }
-  }
-#pragma unroll
-  for (int i = 0; i < 4; ++i) own[i] = sum[i] + own[i];
-}
-
 // ---------------------------------------------------------------- y
 PTX_INLINE float to_float(half v) { return __half2float(v); }
 PTX_INLINE float to_float(__nv_bfloat16 v) { return __bfloat162float(v); }
@@ -75,6 +49,81 @@ PTX_INLINE void store_tokens(T* y, const float (&v)[4], const RowPair& r, int m,
       halves[0] = uint16_t(pair);
       if (n + 1 < N) halves[1] = uint16_t(pair >> 16);
     }
+  }
+}
+
+// ---------------------------------------------------------------- a piece of a tile
+// What a thread's accumulators are: CELLS of four, fragment by fragment N8 each. Cell (f, j) is rows n + 16 f and
+// n + 16 f + 1 at tokens m + 8 j and m + 8 j + 1. In the workspace a block has CELLS x THREADS of uint4.
+template <class T> struct Piece {
+  const float* row_scales;
+  const T* bias;
+  T* y;
+  int M, N, m, n;
+  uint4* slots;      // this thread's first cell, in block 0's slot
+  int block, first;  // this block, and the first that holds a part of the tile
+  bool last;         // this block finishes the tile
+};
+
+template <int N8, int THREADS, int CELLS, class T>
+PTX_INLINE void push_partials(const Piece<T>& p, const float (&acc)[CELLS][4]) {
+  uint4* const slot = p.slots + size_t(p.block) * (CELLS * THREADS);
+#pragma unroll
+  for (int c = 0; c < CELLS; ++c)
+    if (p.m + c % N8 * 8 < p.M) push_partial(slot + c * THREADS, acc[c]);  // padding tokens are never handed over
+}
+
+// Adds what the blocks before this one have of its cells, in their order. Enough loads are in flight to hide their
+// latency: of several cells, and of several blocks where the cells are few.
+template <int N8, int THREADS, int CELLS, class T>
+PTX_INLINE void pull_partials(const Piece<T>& p, float (&acc)[CELLS][4]) {
+  constexpr int IN_FLIGHT = 8, BATCH = CELLS < IN_FLIGHT ? CELLS : IN_FLIGHT, BLOCKS = IN_FLIGHT / BATCH;
+  static_assert(CELLS % BATCH == 0);
+  constexpr size_t SLOT = CELLS * THREADS;
+#pragma unroll
+  for (int first_cell = 0; first_cell < CELLS; first_cell += BATCH)
+#pragma unroll 1
+    for (int first = p.first; first < p.block; first += BLOCKS) {
+      uint4* const slot = p.slots + first * SLOT + first_cell * THREADS;
+      uint4 v[BLOCKS][BATCH];
+      auto is_there = [&](int b, int c) { return first + b < p.block && p.m + (first_cell + c) % N8 * 8 < p.M; };
+#pragma unroll
+      for (int b = 0; b < BLOCKS; ++b)
+#pragma unroll
+        for (int c = 0; c < BATCH; ++c)
+          if (is_there(b, c)) v[b][c] = ptx::load_relaxed(slot + b * SLOT + c * THREADS);
+#pragma unroll
+      for (int b = 0; b < BLOCKS; ++b)
+#pragma unroll
+        for (int c = 0; c < BATCH; ++c) {
+          if (!is_there(b, c)) continue;
+          while (is_missing(v[b][c])) {
+            ptx::relax();
+            v[b][c] = ptx::load_relaxed(slot + b * SLOT + c * THREADS);
+          }
+          ptx::store_relaxed(slot + b * SLOT + c * THREADS, make_uint4(EMPTY, EMPTY, EMPTY, EMPTY));
+          float(&sum)[4] = acc[first_cell + c];
+          sum[0] += __uint_as_float(v[b][c].x), sum[1] += __uint_as_float(v[b][c].y);
+          sum[2] += __uint_as_float(v[b][c].z), sum[3] += __uint_as_float(v[b][c].w);
+        }
+    }
+}
+
+// Hands a piece over to the block that finishes its tile, or finishes it.
+template <int N8, int THREADS, int CELLS, class T>
+PTX_INLINE void finish_piece(const Piece<T>& p, float (&acc)[CELLS][4]) {
+  if (!p.last) {
+    push_partials<N8, THREADS>(p, acc);
+    return;
+  }
+  pull_partials<N8, THREADS>(p, acc);
+#pragma unroll
+  for (int f = 0; f < CELLS / N8; ++f) {
+    const int n = p.n + f * 16;
+    if (n >= p.N) continue;
+    const RowPair rows = load_row_pair(p.row_scales, p.bias, n, p.N);
+#pragma unroll
+    for (int j = 0; j < N8; ++j) store_tokens(p.y, acc[f * N8 + j], rows, p.m + j * 8, n, p.M, p.N);
   }
 }
 

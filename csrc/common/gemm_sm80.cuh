@@ -7,7 +7,7 @@
 //     warps       WARPS_N next to each other, 16 * FRAGMENTS rows each, times WARPS_K that split a stage's columns
 //                 and add up at the end of a piece
 //
-// Weights::multiply is the one step in which dense (csrc/dense) and 2:4 (csrc/sparse24) differ, next to the metadata.
+// Weights::mma is the one step in which dense (csrc/dense) and 2:4 (csrc/sparse24) differ, next to the metadata.
 #pragma once
 #include "common/dequant.cuh"
 #include "common/epilogue.cuh"
@@ -17,18 +17,22 @@
 
 namespace sparse_marlin {
 
-// Weights: what is stored and how it is multiplied, see dense/sm80.cuh and sparse24/sm80.cuh.
-template <class Weights_, int TOKENS_, int WARPS_N_, int WARPS_K_, int K_TILE_, int STAGES_, int BLOCKS_PER_SM_>
+// Weights: what is stored and how it is multiplied, see dense/weights.cuh and sparse24/weights.cuh.
+// FRAGMENTS: per warp. Each x fragment that it loads serves all of them.
+template <class Weights_, int TOKENS_, int WARPS_N_, int WARPS_K_, int FRAGMENTS_, int K_TILE_, int STAGES_,
+          int BLOCKS_PER_SM_>
 struct Sm80Config {
   using Weights = Weights_;
   using T = typename Weights::T;
   static constexpr int TOKENS = TOKENS_, WARPS_N = WARPS_N_, WARPS_K = WARPS_K_, K_TILE = K_TILE_, STAGES = STAGES_;
   static constexpr int BLOCKS_PER_SM = BLOCKS_PER_SM_;
-  static constexpr int FRAGMENTS = 2;  // per warp: each x fragment is used twice
+  static constexpr int FRAGMENTS = FRAGMENTS_;
   static constexpr int ROWS = WARPS_N * FRAGMENTS * layout::FRAGMENT_ROWS;
   static constexpr int PANELS = ROWS / layout::PANEL_ROWS;
   static constexpr int THREADS = WARPS_N * WARPS_K * 32, EPILOGUE_THREADS = WARPS_N * 32;
   static constexpr int N8 = TOKENS / 8;
+  // Columns of x that a warp loads at a time: one instruction's, where that is four matrices.
+  static constexpr int X_K = Weights::SPARSE || N8 == 1 ? 32 : 16;
   static constexpr int X_ROWS_PER_ROUND = THREADS / (K_TILE / 8);  // rows of x that all threads copy at once
   static constexpr int ACCUMULATORS = FRAGMENTS * N8;              // groups of four per lane
 
@@ -40,9 +44,10 @@ struct Sm80Config {
   static constexpr int SCALE_BYTES = layout::panel_scale_bytes(Weights::ZERO_POINTS);  // of one panel and group
 
   static_assert(TOKENS % 8 == 0 && ROWS % layout::PANEL_ROWS == 0);
+  static_assert(layout::FRAGMENTS_PER_PANEL % FRAGMENTS == 0, "a warp's rows lie in one panel");
   static_assert(K_TILE % GROUP == 0 && K_TILE % layout::META_K == 0 && WARP_K % FRAGMENT_K == 0);
   static_assert(WARP_K % GROUP == 0 || GROUP % WARP_K == 0);
-  static_assert(THREADS % (K_TILE / 8) == 0 && X_ROWS_PER_ROUND % 8 == 0, "a thread copies one column chunk of x");
+  static_assert(THREADS % (K_TILE / 8) == 0 && X_ROWS_PER_ROUND % 4 == 0, "a thread copies one column chunk of x");
 };
 
 // Dynamic shared memory, the same for host and kernel.
@@ -76,7 +81,7 @@ template <class T> struct Sm80Args {
   int64_t panel_codes, panel_meta, panel_scales;  // bytes
   int group_step;  // bytes from one group's scales to the next; 0 where a row has one scale
   int runs_log2;   // a group has 2 ** runs_log2 runs of C::GROUP columns
-  int M, N, K, m_tiles;
+  int M, N, K;
   Partition partition;
 };
 
@@ -98,7 +103,7 @@ __global__ void __launch_bounds__(C::THREADS, C::BLOCKS_PER_SM) gemm_sm80(const 
   const uint32_t base = ptx::smem_addr(smem);
   if (threadIdx.x == 0) S::place_guards(smem);
   // The rows of x that the last token tile does not fill are zero from here on, and never copied.
-  const int tail = p.M - (p.m_tiles - 1) * C::TOKENS;
+  const int tail = p.M - (p.partition.m_tiles - 1) * C::TOKENS;
   for (int i = threadIdx.x; i < C::STAGES * S::X / 16; i += C::THREADS)
     if (i / 8 % C::TOKENS >= tail) ptx::store_shared(base + S::x + i * 16, make_uint4(0, 0, 0, 0));
   __syncthreads();
@@ -119,7 +124,9 @@ __global__ void __launch_bounds__(C::THREADS, C::BLOCKS_PER_SM) gemm_sm80(const 
   const uint8_t* x_src;
   int x_rows;  // from x_row to the last token
   auto find_sources = [&](const Walk& walk) {
-    const int n_tile = walk.tile / p.m_tiles, m0 = (walk.tile - n_tile * p.m_tiles) * C::TOKENS;
+    int n_tile, m_tile;
+    p.partition.coordinates(walk.tile, n_tile, m_tile);
+    const int m0 = m_tile * C::TOKENS;
     const int last_panel = (p.N - 1) / PANEL_ROWS;
 #pragma unroll
     for (int i = 0; i < C::PANELS; ++i) {
@@ -150,7 +157,8 @@ __global__ void __launch_bounds__(C::THREADS, C::BLOCKS_PER_SM) gemm_sm80(const 
     for (int i = 0; i < C::TOKENS; i += X_ROWS_PER_ROUND)
       // Tokens past M keep what the slot holds: a token only reaches its own column of y, which is not stored.
       if ((X_ROWS_PER_ROUND <= C::TOKENS || x_row < C::TOKENS) && i < x_rows)
-        ptx::cp_async<16>(x_dst + slot * S::X + i * 128, x_src + uint64_t(p.x_round) * (i / X_ROWS_PER_ROUND), x_bytes);
+        ptx::cp_async<16>((x_dst + slot * S::X + i * 128) ^ (i % 8 << 4),  // i: the swizzle of rows 4 further
+                          x_src + uint64_t(p.x_round) * (i / X_ROWS_PER_ROUND), x_bytes);
     x_src += C::K_TILE * 2;
   };
 
@@ -167,60 +175,67 @@ __global__ void __launch_bounds__(C::THREADS, C::BLOCKS_PER_SM) gemm_sm80(const 
   constexpr int PAIR_BYTES = C::SCALE_BYTES / (PANEL_ROWS / 2);
   const uint32_t scales_at = base + S::scales + (panel * C::STAGE_GROUPS + first_k / C::GROUP) * C::SCALE_BYTES +
                              (in_panel * 8 + g) * PAIR_BYTES;
-  // Matrix lane / 8 of a 32-column piece of x, its row lane % 8; the other piece of a 128-byte row is 64 away
-  // (swizzled).
-  const uint32_t x_at = base + S::x + first_k / 64 * (C::TOKENS * 128) + lane % 8 * 128;
-  const uint32_t x_swizzled[2] = {uint32_t((first_k % 64 / 8 + lane / 8) ^ (lane % 8)) << 4,
-                                  uint32_t((first_k % 64 / 8 + lane / 8 + 4) ^ (lane % 8)) << 4};
+  // A lane addresses a row of one of the four matrices that ldmatrix loads: of X_K columns by 8 or 16 tokens.
+  constexpr int X_K = C::X_K, X_MATRICES = X_K / 8, X_N8 = 4 / X_MATRICES;
+  const int x_matrix = lane / 8 % X_MATRICES, x_token = lane / 8 / X_MATRICES * 8 + lane % 8;
+  const uint32_t x_at = base + S::x + first_k / 64 * (C::TOKENS * 128) + x_token * 128;
+  const uint32_t x_swizzled = uint32_t((first_k % 64 / 8 + x_matrix) ^ (lane % 8)) << 4;
   auto multiply = [&](int slot) {
-    constexpr int CHUNKS = C::WARP_K / C::FRAGMENT_K, STEPS = C::FRAGMENT_K / C::MMA_K;
+    constexpr int STEPS = C::WARP_K / C::MMA_K, PER_CHUNK = C::FRAGMENT_K / C::MMA_K;
     const uint32_t codes_slot = codes_at + slot * S::CODES, meta_slot = meta_at + slot * S::META;
     const uint32_t scales_slot = scales_at + slot * S::SCALES, x_slot = x_at + slot * S::X;
-    uint32_t codes[2][C::FRAGMENTS][4];
-    auto load_codes = [&](int chunk) {
+    uint32_t codes[2][C::FRAGMENTS][4], w[2][C::FRAGMENTS][4], meta[2][C::FRAGMENTS] = {}, x[2][C::N8 / X_N8][4];
+    PairScales scales[C::FRAGMENTS];
+    auto load_codes = [&](int chunk, int f) {
+      const uint4 v = ptx::load_shared<uint4>(codes_slot + (chunk * FRAGMENTS_PER_PANEL + f) * FRAGMENT_BYTES);
+      uint32_t(&words)[4] = codes[chunk % 2][f];
+      words[0] = v.x, words[1] = v.y, words[2] = v.z, words[3] = v.w;
+    };
+    // Registers are double buffered: a step's tokens and metadata are loaded one step ahead, and its weights made then,
+    // unless so many fragments take all registers (and their instructions hide the latency).
+    constexpr int AHEAD = C::FRAGMENTS > 2 ? 0 : 1;
+    auto load_x = [&](int step) {
+      const int k = step * C::MMA_K;  // in the warp's share of the stage
+      if (k % X_K != 0) return;
+#pragma unroll
+      for (int j = 0; j < C::N8; j += X_N8)
+        ptx::ldmatrix(x[k / X_K % 2][j / X_N8],
+                      x_slot + k / 64 * (C::TOKENS * 128) + j * (8 * 128) + (x_swizzled ^ k % 64 * 2));
+    };
+    auto load_w = [&](int step, int f) {
+      const int k = step * C::MMA_K, chunk = step / PER_CHUNK;
+      if (k % C::GROUP == 0)
+        scales[f] = expand_scales<T, W::BITS>(ptx::load_shared<StoredScales<W::ZERO_POINTS>>(
+            scales_slot + k / C::GROUP * C::SCALE_BYTES + f * 8 * PAIR_BYTES));
+      if (W::SPARSE && k % META_K == 0)
+        meta[k / META_K % 2][f] =
+            ptx::load_shared<uint32_t>(meta_slot + (k / META_K * FRAGMENTS_PER_PANEL + f) * META_FRAGMENT_BYTES);
+      if (step % PER_CHUNK == 0 && (chunk + 1) * PER_CHUNK < STEPS) load_codes(chunk + 1, f);
+      dequantize<T, W::BITS, W::ZERO_POINTS>(w[step % 2][f], codes[chunk % 2][f], step % PER_CHUNK, scales[f]);
+    };
+#pragma unroll
+    for (int f = 0; f < C::FRAGMENTS; ++f) load_codes(0, f);
+    load_x(0);
+#pragma unroll
+    for (int f = 0; f < C::FRAGMENTS * AHEAD; ++f) load_w(0, f);
+#pragma unroll
+    for (int step = 0; step < STEPS; ++step) {
+      const int k = step * C::MMA_K;
+      if (step + 1 < STEPS) load_x(step + 1);
 #pragma unroll
       for (int f = 0; f < C::FRAGMENTS; ++f) {
-        const uint4 v = ptx::load_shared<uint4>(codes_slot + (chunk * FRAGMENTS_PER_PANEL + f) * FRAGMENT_BYTES);
-        uint32_t (&words)[4] = codes[chunk % 2][f];
-        words[0] = v.x, words[1] = v.y, words[2] = v.z, words[3] = v.w;
-      }
-    };
-    PairScales scales[C::FRAGMENTS];
-    uint32_t meta[C::FRAGMENTS] = {}, x[C::N8][4];
-    load_codes(0);
+        if (step + AHEAD < STEPS) load_w(step + AHEAD, f);
 #pragma unroll
-    for (int chunk = 0; chunk < CHUNKS; ++chunk) {
-      if (chunk + 1 < CHUNKS) load_codes(chunk + 1);
-#pragma unroll
-      for (int step = 0; step < STEPS; ++step) {
-        const int k = chunk * C::FRAGMENT_K + step * C::MMA_K;  // in the warp's share of the stage
-        if (k % C::GROUP == 0)
-#pragma unroll
-          for (int f = 0; f < C::FRAGMENTS; ++f)
-            scales[f] = load_scales<T, W::BITS, W::ZERO_POINTS>(scales_slot + k / C::GROUP * C::SCALE_BYTES +
-                                                                f * 8 * PAIR_BYTES);
-        if (W::SPARSE && k % META_K == 0)
-#pragma unroll
-          for (int f = 0; f < C::FRAGMENTS; ++f)
-            meta[f] =
-                ptx::load_shared<uint32_t>(meta_slot + (k / META_K * FRAGMENTS_PER_PANEL + f) * META_FRAGMENT_BYTES);
-        if (k % 32 == 0)
-#pragma unroll
-          for (int j = 0; j < C::N8; ++j)
-            ptx::ldmatrix(x[j], x_slot + k / 64 * (C::TOKENS * 128) + j * (8 * 128) + x_swizzled[k / 32 % 2]);
-#pragma unroll
-        for (int f = 0; f < C::FRAGMENTS; ++f) {
-          uint32_t w[4];
-          dequantize<T, W::BITS, W::ZERO_POINTS>(w, codes[chunk % 2][f], step, scales[f]);
-#pragma unroll
-          for (int j = 0; j < C::N8; ++j) W::multiply(acc[f][j], w, x[j], meta[f], k);
-        }
+        for (int j = 0; j < C::N8; ++j)
+          W::mma(acc[f][j], w[step % 2][f],
+                      x[k / X_K % 2][j / X_N8] + (j % X_N8 * X_MATRICES + k % X_K / C::MMA_K * 2),
+                      meta[k / META_K % 2][f], k);
       }
     }
   };
 
   // ---- finish: one piece of a tile, by the first of the warps that share its columns
-  auto finish = [&](int tile, int k_end) {
+  auto finish = [&](int tile, int k, int k_end) {
     if constexpr (C::WARPS_K > 1) {
       auto cell = [&](int from, int q) {
         return base + S::partial +
@@ -242,30 +257,16 @@ __global__ void __launch_bounds__(C::THREADS, C::BLOCKS_PER_SM) gemm_sm80(const 
           a[0] += v.x, a[1] += v.y, a[2] += v.z, a[3] += v.w;
         }
     }
-    const int n_tile = tile / p.m_tiles, m0 = (tile - n_tile * p.m_tiles) * C::TOKENS;
-    const int n0 = n_tile * C::ROWS + first_fragment * FRAGMENT_ROWS + 2 * g;
-    const bool last = k_end == p.partition.k_tiles;
-    const int first_block = p.partition.owner(tile * p.partition.k_tiles);
-    constexpr size_t SLOT = size_t(C::ACCUMULATORS) * C::EPILOGUE_THREADS;
-    uint4* slot = p.workspace + (last ? first_block : int(blockIdx.x)) * SLOT + threadIdx.x;
-#pragma unroll
-    for (int f = 0; f < C::FRAGMENTS; ++f) {
-      const int n = n0 + f * FRAGMENT_ROWS;
-      RowPair rows = {};
-      if (last && n < p.N) rows = load_row_pair(p.row_scales, p.bias, n, p.N);
-#pragma unroll
-      for (int j = 0; j < C::N8; ++j) {
-        const int m = m0 + j * 8 + 2 * t;
-        if (m >= p.M) continue;
-        uint4* cell = slot + (f * C::N8 + j) * C::EPILOGUE_THREADS;
-        if (!last) {
-          push_partial(cell, acc[f][j]);
-        } else {
-          if (first_block != int(blockIdx.x)) pull_partials(acc[f][j], cell, SLOT, int(blockIdx.x) - first_block);
-          store_tokens(p.y, acc[f][j], rows, m, n, p.M, p.N);
-        }
-      }
-    }
+    int n_tile, m_tile;
+    p.partition.coordinates(tile, n_tile, m_tile);
+    Piece<T> piece = {p.row_scales, p.bias, p.y, p.M, p.N};
+    piece.m = m_tile * C::TOKENS + 2 * t;
+    piece.n = n_tile * C::ROWS + first_fragment * FRAGMENT_ROWS + 2 * g;
+    piece.slots = p.workspace + threadIdx.x;
+    piece.block = int(blockIdx.x);
+    piece.first = k == 0 ? piece.block : p.partition.first_owner(tile);
+    piece.last = k_end == p.partition.k_tiles;
+    finish_piece<C::N8, C::EPILOGUE_THREADS>(piece, reinterpret_cast<float(&)[C::ACCUMULATORS][4]>(acc));
   };
 
   // ---- main loop: STAGES - 1 stages ahead, across the borders of tiles
@@ -276,7 +277,7 @@ __global__ void __launch_bounds__(C::THREADS, C::BLOCKS_PER_SM) gemm_sm80(const 
     if (!ahead.done()) {
       fetch(ahead.k, fetch_slot);
       if (++ahead.k == ahead.k_end) {
-        ahead.next_piece();
+        ahead.next_piece(p.partition);
         if (!ahead.done()) find_sources(ahead);
       }
       if (++fetch_slot == C::STAGES) fetch_slot = 0;
@@ -286,7 +287,8 @@ __global__ void __launch_bounds__(C::THREADS, C::BLOCKS_PER_SM) gemm_sm80(const 
 #pragma unroll 1
   for (int i = 0; i < C::STAGES - 1; ++i) fetch_next();
 #pragma unroll 1
-  for (; !now.done(); now.next_piece()) {
+  for (; !now.done(); now.next_piece(p.partition)) {
+    const int first_k_tile = now.k;
 #pragma unroll
     for (int f = 0; f < C::FRAGMENTS; ++f)
 #pragma unroll
@@ -301,7 +303,7 @@ __global__ void __launch_bounds__(C::THREADS, C::BLOCKS_PER_SM) gemm_sm80(const 
       multiply(slot);
       if (++slot == C::STAGES) slot = 0;
     }
-    finish(now.tile, now.k_end);
+    finish(now.tile, first_k_tile, now.k_end);
   }
   ptx::cp_async_wait<0>();
 }

@@ -26,9 +26,9 @@ template <class C> std::string start_sm80(const Problem& p, int blocks, cudaStre
   using T = typename C::T;
   const auto ceil_div = [](int64_t a, int64_t b) { return (a + b - 1) / b; };
   const int64_t padded_k = ceil_div(p.K, K_PANEL) * K_PANEL;
-  const int64_t m_tiles = ceil_div(p.M, C::TOKENS), tiles = ceil_div(p.N, C::ROWS) * m_tiles,
+  const int64_t m_tiles = ceil_div(p.M, C::TOKENS), n_tiles = ceil_div(p.N, C::ROWS),
                 k_tiles = ceil_div(p.K, C::K_TILE);
-  if (tiles * k_tiles > INT_MAX) return "the problem is too large: more than 2^31 work units";
+  if (n_tiles * m_tiles * k_tiles > INT_MAX) return "the problem is too large: more than 2^31 work units";
   if (p.x_stride > UINT32_MAX / (C::X_ROWS_PER_ROUND * 2)) return "the rows of x are too far apart: copy x";
   const int group_bytes = layout::panel_scale_bytes(C::Weights::ZERO_POINTS);
   const int group = p.scheme.group_size;  // columns, or -1
@@ -49,8 +49,8 @@ template <class C> std::string start_sm80(const Problem& p, int blocks, cudaStre
   a.panel_scales = (group == -1 ? 1 : padded_k / group) * group_bytes;
   a.group_step = group == -1 ? 0 : group_bytes;
   a.runs_log2 = group == -1 ? 0 : std::countr_zero(unsigned(group / C::GROUP));
-  a.M = p.M, a.N = p.N, a.K = p.K, a.m_tiles = int(m_tiles);
-  a.partition = {int(k_tiles), int(tiles * k_tiles), int(std::min<int64_t>(blocks, tiles * k_tiles))};
+  a.M = p.M, a.N = p.N, a.K = p.K;
+  a.partition = Partition::make(int(n_tiles), int(m_tiles), int(m_tiles), int(k_tiles), blocks);
   const cudaError_t error = launch(gemm_sm80<C>, a.partition.blocks, C::THREADS, Sm80Shared<C>::bytes, stream, a);
   return error == cudaSuccess ? "" : std::string("launch failed: ") + cudaGetErrorString(error);
 }

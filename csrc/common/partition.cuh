@@ -1,48 +1,80 @@
-// How thread blocks share the work (stream-K).
+// How thread blocks share the work: whole tiles of y first dealt out evenly, the rest by stream-K.
 //
-// A UNIT is one tile of y times one tile of K. The units of the whole problem lie on a line, tile by tile, and the line
-// is cut into one run per block, equal to within a unit; a run may begin and end inside a tile. Four blocks, three
-// tiles of five units:
+// A UNIT is one tile of y times one tile of K. The units of the tiles that do not go evenly into the blocks lie on a
+// line, tile by tile, and the line is cut into one run per block, equal to within a unit; a run may begin and end inside
+// a tile. Four blocks, three tiles of five units:
 //
 //     tile      |    0    |    1    |    2    |
 //     unit      0 . . . . 5 . . . . 10. . . . 15
 //     block     |  0  |   1   |   2   |   3   |
 //
 // The block that holds a tile's last unit FINISHES it: it adds the pieces of the blocks before it, in their order, so
-// the result does not depend on timing. A block walks its tiles from the last to the first. The piece that somebody
+// the result does not depend on timing. A block walks its run from the last tile to the first. The piece that somebody
 // else finishes, at the end of its run, thus comes first, and the piece that it must wait for itself comes last. It
 // only ever waits for blocks of a lower index, which the GPU starts earlier: any number of blocks gets through.
+//
+// Then come its WHOLE tiles, which all blocks work through in step: those of the same tokens find each other's
+// activations in the L2, those of the same rows the weights.
 #pragma once
 #include "common/ptx.cuh"
 
 namespace sparse_marlin {
 
 struct Partition {
-  int k_tiles, units, blocks;
+  int k_tiles, blocks;
+  int n_tiles, m_tiles;  // of y: rows of w, tokens
+  int raster;            // token tiles that are taken together, all rows of w for them first
+  int whole;             // tiles [0, whole) are not cut, the others are
+  int units;             // on the line
+
+  // Cuts as few tiles as it can with runs of at least one tile's length: short pieces cost more than they even out.
+  __host__ static Partition make(int n_tiles, int m_tiles, int raster, int k_tiles, int blocks) {
+    Partition p = {};
+    const int tiles = n_tiles * m_tiles;
+    p.k_tiles = k_tiles, p.n_tiles = n_tiles, p.m_tiles = m_tiles, p.raster = raster < m_tiles ? raster : m_tiles;
+    p.blocks = blocks < tiles * k_tiles ? blocks : tiles * k_tiles;
+    const int waves = tiles / p.blocks;
+    p.whole = tiles % p.blocks == 0 ? tiles : waves > 1 ? (waves - 1) * p.blocks : 0;
+    p.units = (tiles - p.whole) * k_tiles;
+    return p;
+  }
 
   __host__ __device__ int begin(int block) const { return int(int64_t(block) * units / blocks); }
-  // The block whose run holds a unit.
-  __host__ __device__ int owner(int unit) const { return int(((int64_t(unit) + 1) * blocks - 1) / units); }
+  // The first block that holds a part of a tile that is cut.
+  __host__ __device__ int first_owner(int tile) const {
+    return int(((int64_t(tile - whole) * k_tiles + 1) * blocks - 1) / units);
+  }
+  PTX_INLINE void coordinates(int tile, int& n_tile, int& m_tile) const {
+    const int per_group = raster * n_tiles, group = tile / per_group, rest = tile - group * per_group;
+    const int in_group = min(raster, m_tiles - group * raster);
+    n_tile = rest / in_group;
+    m_tile = group * raster + rest - n_tile * in_group;
+  }
 };
 
-// Goes through one block's units: tiles downwards, K upwards within a tile.
+// Goes through one block's units: the run on the line with its tiles downwards, the whole tiles upwards, K upwards.
 struct Walk {
   int first, end;          // the units of the run that no piece has covered yet
+  int next_whole;          // tile
   int tile = 0, k, k_end;  // the piece: the K tiles [k, k_end) of a tile
-  int k_tiles;
 
-  PTX_INLINE Walk(const Partition& p, int block) : first(p.begin(block)), end(p.begin(block + 1)), k_tiles(p.k_tiles) {
-    next_piece();
+  PTX_INLINE Walk(const Partition& p, int block) : first(p.begin(block)), end(p.begin(block + 1)), next_whole(block) {
+    next_piece(p);
   }
-  PTX_INLINE bool done() const { return k == k_end; }  // of the piece, and of the run when it stays so after next_piece
-  PTX_INLINE void next_piece() {
+  PTX_INLINE bool done() const { return k == k_end; }  // of the piece, and of the work when it stays so after next_piece
+  PTX_INLINE void next_piece(const Partition& p) {
     k = k_end = 0;
-    if (end == first) return;
-    tile = (end - 1) / k_tiles;
-    const int start = tile * k_tiles;
-    k = max(first - start, 0);
-    k_end = end - start;
-    end = start + k;
+    if (end > first) {
+      const int cut = (end - 1) / p.k_tiles, start = cut * p.k_tiles;
+      tile = p.whole + cut;
+      k = max(first - start, 0);
+      k_end = end - start;
+      end = start + k;
+    } else if (next_whole < p.whole) {
+      tile = next_whole;
+      next_whole += p.blocks;
+      k_end = p.k_tiles;
+    }
   }
 };
 

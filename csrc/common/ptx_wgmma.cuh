@@ -8,6 +8,12 @@ PTX_INLINE void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;"
 template <int PENDING> PTX_INLINE void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
 }
+// Nothing in the text of wgmma_wait tells the compiler that the accumulators change there: it must not read them
+// before. Stands after the last wait.
+template <int R> PTX_INLINE void pin(float (&d)[R]) {
+#pragma unroll
+  for (int i = 0; i < R; ++i) asm volatile("" : "+f"(d[i])::"memory");
+}
 
 // The accumulators' operands, as text and as constraints, each list twice as long as the one before.
 #define PTX_T4 "%0,%1,%2,%3"
