@@ -23,7 +23,7 @@ struct Variant {
   std::string name;
   Scheme scheme;
   BlockShape shape;
-  std::string (*start)(const Problem&, int, cudaStream_t);
+  std::string (*start)(const Problem&, int, int, cudaStream_t);
   int occupancy;
 };
 template <class W> std::string scheme_name() {
@@ -88,12 +88,21 @@ struct Cublas {
   }
 };
 
-bool right(const OnDevice& d, const Variant& v, int M, int blocks) {
+// Random halves in [1/16, 1/8) of either sign: with constant ones cuBLAS would take less power, and run faster.
+__global__ void fill(uint32_t* words, size_t n) {
+  for (size_t i = blockIdx.x * size_t(blockDim.x) + threadIdx.x; i < n; i += size_t(gridDim.x) * blockDim.x) {
+    uint32_t h = uint32_t(i) * 0x9e3779b9u + uint32_t(i >> 32);
+    h = (h ^ h >> 15) * 0x85ebca6bu, h ^= h >> 13;
+    words[i] = (h & 0x83ff83ffu) | 0x2c002c00u;
+  }
+}
+
+bool right(const OnDevice& d, const Variant& v, int M, int blocks, int split) {
   const size_t count = size_t(M) * d.p.N;
   std::vector<uint16_t> first(count), again(count);
   for (int i = 0; i < (count > 1 << 22 ? 3 : 10); ++i) {
     CUDA(cudaMemset(d.y, 0xff, count * 2));
-    if (const std::string e = v.start(d.problem(M, i % d.copies), blocks, nullptr); !e.empty())
+    if (const std::string e = v.start(d.problem(M, i % d.copies), blocks, split, nullptr); !e.empty())
       return std::printf("%s\n", e.c_str()), false;
     CUDA(cudaMemcpy((i ? again : first).data(), d.y, count * 2, cudaMemcpyDeviceToHost));
     if (i && again != first) return std::printf("  %s M %d: the bits of run %d differ\n", v.name.c_str(), M, i), false;
@@ -155,12 +164,15 @@ template <class W> std::vector<Variant> variants() {
         sm80<Sm80Config<W, 64, 4, 1, 4, 128, 3, 2>>(),
 #endif
         sm90<Sm90Config<W, 8, 2, 256, 6, 4, 2>>(),
+        sm90<Sm90Config<W, 8, 4, 256, 7, 4, 1>>(),
         sm90<Sm90Config<W, 16, 2, 256, 5, 4, 2>>(),
+        sm90<Sm90Config<W, 16, 4, 256, 6, 4, 1>>(),
         sm90<Sm90Config<W, 32, 2, 256, 3, 2, 2>>(),
         sm90<Sm90Config<W, 32, 4, 256, 5, 4, 1>>(),
+        sm90<Sm90Config<W, 32, 4, 256, 5, 2, 1>>(),
         sm90<Sm90Config<W, 64, 4, 256, 3, 2, 1>>(),
-        sm90<Sm90Config<W, 64, 4, 128, 7, 2, 1>>(),
         sm90<Sm90Config<W, 64, 2, 128, 4, 2, 2>>(),
+        sm90<Sm90Config<W, 64, 2, 256, 4, 2, 1>>(),
         sm90<Sm90Config<W, 128, 2, 128, 5, 2, 1>>(),
         sm90<Sm90Config<W, 256, 2, 128, 3, 2, 1>>(),
     };
@@ -176,12 +188,14 @@ template <class W> std::vector<Variant> variants() {
         sm80<Sm80Config<W, 64, 2, 2, 4, 128, 3, 2>>(),
 #endif
         sm90<Sm90Config<W, 8, 2, 256, 5, 4, 2>>(),
+        sm90<Sm90Config<W, 8, 4, 256, 5, 4, 1>>(),
         sm90<Sm90Config<W, 16, 2, 256, 4, 4, 2>>(),
+        sm90<Sm90Config<W, 16, 4, 256, 5, 4, 1>>(),
         sm90<Sm90Config<W, 32, 2, 256, 3, 2, 2>>(),
-        sm90<Sm90Config<W, 32, 4, 256, 4, 4, 1>>(),
+        sm90<Sm90Config<W, 32, 4, 256, 4, 2, 1>>(),
         sm90<Sm90Config<W, 64, 4, 256, 3, 2, 1>>(),
-        sm90<Sm90Config<W, 64, 4, 128, 6, 2, 1>>(),
         sm90<Sm90Config<W, 64, 2, 128, 4, 2, 2>>(),
+        sm90<Sm90Config<W, 64, 2, 256, 4, 2, 1>>(),
         sm90<Sm90Config<W, 128, 2, 128, 5, 2, 1>>(),
         sm90<Sm90Config<W, 256, 2, 128, 3, 2, 1>>(),
     };
@@ -222,7 +236,7 @@ int main(int argc, char** argv) {
         const int copies = int((size_t(300) << 20) / bytes) + 2;
         uint8_t* w;
         CUDA(cudaMalloc(&w, bytes * copies));
-        CUDA(cudaMemset(w, 0x2c, bytes * copies));
+        fill<<<sms * 4, 256>>>(reinterpret_cast<uint32_t*>(w), bytes * copies / 4);
         for (size_t i = 0; i < Ms.size(); ++i) {
           base[i] = microseconds(std::max(copies, 10), [&](int j, cudaStream_t stream) {
             cublas.run(w + j % copies * bytes, d, Ms[i], stream);
@@ -240,13 +254,22 @@ int main(int argc, char** argv) {
           if (M > (tile < 128 ? tile : 1 << 30) || (M * 2 < tile && tile > 16) || (tile == 128 && M > 1024)) continue;
           std::printf(" | %d:", M);
           double best = 1e9;
-          for (int blocks = sms; blocks <= sms * v.occupancy; blocks += sms) {
-            good &= right(d, v, M, blocks);
+          const int tiles = ((N + v.shape.row_tile - 1) / v.shape.row_tile) * ((M + tile - 1) / tile);
+          std::vector<std::pair<int, int>> ways;  // blocks and split
+          for (int blocks = sms; blocks <= sms * v.occupancy; blocks += sms) ways.push_back({blocks, 0});
+          if (tiles <= sms * v.occupancy) ways.push_back({tiles, 1});
+          for (int split = 2; v.name[3] == '9' && split <= 8 && tiles * split <= sms * v.occupancy; ++split)
+            ways.push_back({tiles * split, split});
+          for (const auto& [blocks, split] : ways) {
+            good &= right(d, v, M, blocks, split);
             const double us = microseconds(std::max(d.copies, 10), [&](int j, cudaStream_t stream) {
-              v.start(d.problem(M, j % d.copies), blocks, stream);
+              v.start(d.problem(M, j % d.copies), blocks, split, stream);
             });
             best = std::min(best, us);
-            std::printf(" %.1f", us);
+            if (split)
+              std::printf(" /%d %.1f", split, us);
+            else
+              std::printf(" %.1f", us);
           }
           std::printf(" (%.2fx)", base[i] / best);
           std::fflush(stdout);

@@ -19,17 +19,18 @@ PTX_INLINE bool is_missing(const uint4& v) { return v.x == EMPTY || v.y == EMPTY
 PTX_INLINE float to_float(half v) { return __half2float(v); }
 PTX_INLINE float to_float(__nv_bfloat16 v) { return __bfloat162float(v); }
 
-// What a lane's row pair n, n + 1 is multiplied with and what is added to it.
+// What a lane's row pair n, n + 1 is multiplied with and what is added to it. n is even; row_scales are padded.
 struct RowPair {
-  float scale[2], bias[2];
+  float2 scale;
+  float bias[2];
 };
 template <class T> PTX_INLINE RowPair load_row_pair(const float* row_scales, const T* bias, int n, int N) {
-  RowPair r;
+  RowPair r = {make_float2(1.f, 1.f), {0.f, 0.f}};
+  if (n >= N) return r;
+  r.scale = *reinterpret_cast<const float2*>(row_scales + n);
 #pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    r.scale[i] = row_scales[n + i];
-    r.bias[i] = bias && n + i < N ? to_float(bias[n + i]) : 0.f;
-  }
+  for (int i = 0; i < 2; ++i)
+    if (bias && n + i < N) r.bias[i] = to_float(bias[n + i]);
   return r;
 }
 
@@ -40,7 +41,7 @@ PTX_INLINE void store_tokens(T* y, const float (&v)[4], const RowPair& r, int m,
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     if (m + i >= M || n >= N) continue;
-    const uint32_t pair = ptx::pack2<T>(fmaf(v[i], r.scale[0], r.bias[0]), fmaf(v[2 + i], r.scale[1], r.bias[1]));
+    const uint32_t pair = ptx::pack2<T>(fmaf(v[i], r.scale.x, r.bias[0]), fmaf(v[2 + i], r.scale.y, r.bias[1]));
     T* at = y + size_t(m + i) * N + n;
     if (N % 2 == 0) {
       *reinterpret_cast<uint32_t*>(at) = pair;
@@ -56,8 +57,6 @@ PTX_INLINE void store_tokens(T* y, const float (&v)[4], const RowPair& r, int m,
 // What a thread's accumulators are: CELLS of four, fragment by fragment N8 each. Cell (f, j) is rows n + 16 f and
 // n + 16 f + 1 at tokens m + 8 j and m + 8 j + 1. In the workspace a block has CELLS x THREADS of uint4.
 template <class T> struct Piece {
-  const float* row_scales;
-  const T* bias;
   T* y;
   int M, N, m, n;
   uint4* slots;      // this thread's first cell, in block 0's slot
@@ -111,20 +110,16 @@ PTX_INLINE void pull_partials(const Piece<T>& p, float (&acc)[CELLS][4]) {
 
 // Hands a piece over to the block that finishes its tile, or finishes it.
 template <int N8, int THREADS, int CELLS, class T>
-PTX_INLINE void finish_piece(const Piece<T>& p, float (&acc)[CELLS][4]) {
+PTX_INLINE void finish_piece(const Piece<T>& p, const RowPair (&rows)[CELLS / N8], float (&acc)[CELLS][4]) {
   if (!p.last) {
     push_partials<N8, THREADS>(p, acc);
     return;
   }
   pull_partials<N8, THREADS>(p, acc);
 #pragma unroll
-  for (int f = 0; f < CELLS / N8; ++f) {
-    const int n = p.n + f * 16;
-    if (n >= p.N) continue;
-    const RowPair rows = load_row_pair(p.row_scales, p.bias, n, p.N);
+  for (int f = 0; f < CELLS / N8; ++f)
 #pragma unroll
-    for (int j = 0; j < N8; ++j) store_tokens(p.y, acc[f * N8 + j], rows, p.m + j * 8, n, p.M, p.N);
-  }
+    for (int j = 0; j < N8; ++j) store_tokens(p.y, acc[f * N8 + j], rows[f], p.m + j * 8, p.n + f * 16, p.M, p.N);
 }
 
 }  // namespace sparse_marlin

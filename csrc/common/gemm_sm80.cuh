@@ -259,14 +259,18 @@ __global__ void __launch_bounds__(C::THREADS, C::BLOCKS_PER_SM) gemm_sm80(const 
     }
     int n_tile, m_tile;
     p.partition.coordinates(tile, n_tile, m_tile);
-    Piece<T> piece = {p.row_scales, p.bias, p.y, p.M, p.N};
+    Piece<T> piece = {p.y, p.M, p.N};
     piece.m = m_tile * C::TOKENS + 2 * t;
     piece.n = n_tile * C::ROWS + first_fragment * FRAGMENT_ROWS + 2 * g;
     piece.slots = p.workspace + threadIdx.x;
     piece.block = int(blockIdx.x);
     piece.first = k == 0 ? piece.block : p.partition.first_owner(tile);
     piece.last = k_end == p.partition.k_tiles;
-    finish_piece<C::N8, C::EPILOGUE_THREADS>(piece, reinterpret_cast<float(&)[C::ACCUMULATORS][4]>(acc));
+    RowPair rows[C::FRAGMENTS];
+#pragma unroll
+    for (int f = 0; f < C::FRAGMENTS; ++f)
+      rows[f] = load_row_pair(p.row_scales, p.bias, piece.n + f * FRAGMENT_ROWS, p.N);
+    finish_piece<C::N8, C::EPILOGUE_THREADS>(piece, rows, reinterpret_cast<float(&)[C::ACCUMULATORS][4]>(acc));
   };
 
   // ---- main loop: STAGES - 1 stages ahead, across the borders of tiles

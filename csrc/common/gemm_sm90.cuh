@@ -103,6 +103,32 @@ constexpr uint32_t SWIZZLED_TILE_HIGH = 1u << 30 | 1024 >> 4;
 PTX_INLINE uint32_t swizzled_tile_low(uint32_t addr) { return (addr & 0x3ffff) >> 4 | 1u << 16; }
 PTX_INLINE uint64_t swizzled_tile(uint32_t low) { return uint64_t(SWIZZLED_TILE_HIGH) << 32 | low; }
 
+// The end of a piece where the blocks of a cluster hold a tile's pieces. Every block leaves its sums in its own ring,
+// which nothing fills any more, and finishes a share of the cells: it adds them in the order of the blocks.
+template <class C, class T>
+PTX_INLINE void add_up_in_cluster(const Piece<T>& p, const RowPair& rows, const float (&acc)[C::TOKENS / 2],
+                                  uint32_t base, int split) {
+  constexpr int CELLS = C::TOKENS / 8;
+  static_assert(CELLS * C::CONSUMERS * 16 <= C::STAGES * Sm90Shared<C>::X);
+  const uint32_t cell = base + Sm90Shared<C>::x + threadIdx.x * 16;
+  ptx::bar_sync(1, C::CONSUMERS);  // all have finished reading the ring
+#pragma unroll
+  for (int c = 0; c < CELLS; ++c)
+    ptx::store_shared(cell + c * (C::CONSUMERS * 16),
+                      make_float4(acc[4 * c], acc[4 * c + 1], acc[4 * c + 2], acc[4 * c + 3]));
+  ptx::cluster_sync();
+#pragma unroll 2
+  for (int c = p.block % split; c < CELLS; c += split) {
+    float sum[4] = {};
+    for (int rank = 0; rank < split; ++rank) {
+      const float4 v = ptx::load_cluster(cell + c * (C::CONSUMERS * 16), rank);
+      sum[0] += v.x, sum[1] += v.y, sum[2] += v.z, sum[3] += v.w;
+    }
+    store_tokens(p.y, sum, rows, p.m + c * 8, p.n, p.M, p.N);
+  }
+  ptx::cluster_sync();  // before a block ends, the others have read its shared memory
+}
+
 template <class C>
 __global__ void __launch_bounds__(C::THREADS, C::BLOCKS_PER_SM)
     gemm_sm90(const __grid_constant__ Sm90Args<typename C::T> p, const __grid_constant__ ptx::TensorMap x_map,
@@ -115,7 +141,8 @@ __global__ void __launch_bounds__(C::THREADS, C::BLOCKS_PER_SM)
   using Ring = RingPosition<C::STAGES>;
   DYNAMIC_SHARED(smem);
   STATIC_SHARED(uint64_t, bars, 2 * C::STAGES + C::WARPGROUPS);
-  const uint32_t base = ptx::smem_addr(smem), full = ptx::smem_addr(bars), empty = full + 8 * C::STAGES;
+  const uint32_t base = ptx::uniform(ptx::smem_addr(smem)), full = ptx::uniform(ptx::smem_addr(bars));
+  const uint32_t empty = full + 8 * C::STAGES;
   const uint32_t staged = empty + 8 * C::STAGES;
   if (threadIdx.x == 0) {
     S::place_guards(smem);
@@ -129,7 +156,7 @@ __global__ void __launch_bounds__(C::THREADS, C::BLOCKS_PER_SM)
   ptx::pdl_launch();  // the next launch may request its weights; it waits for this one's end before it does more
   __syncthreads();
 
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int warp = ptx::uniform(int(threadIdx.x / 32)), lane = threadIdx.x % 32;
   if (warp >= C::CONSUMER_WARPS) {
     if constexpr (C::MOVE_REGISTERS) ptx::setmaxnreg_dec<C::PRODUCER_REGISTERS>();
     if (warp == C::CONSUMER_WARPS && lane == 0) {
@@ -275,7 +302,17 @@ __global__ void __launch_bounds__(C::THREADS, C::BLOCKS_PER_SM)
   Ring ring;
 #pragma unroll 1
   for (Walk walk(p.partition, blockIdx.x); !walk.done(); walk.next_piece(p.partition)) {
-    const int first_k_tile = walk.k;
+    // What the end of the piece needs is looked up while the first stage is on its way.
+    int n_tile, m_tile;
+    p.partition.coordinates(walk.tile, n_tile, m_tile);
+    Piece<T> piece = {p.y, p.M, p.N};
+    piece.m = m_tile * C::TOKENS + 2 * t;
+    piece.n = n_tile * C::ROWS + warp * FRAGMENT_ROWS + 2 * g;
+    piece.slots = p.workspace + threadIdx.x;
+    piece.block = int(blockIdx.x);
+    piece.first = walk.k == 0 ? piece.block : p.partition.first_owner(walk.tile);
+    piece.last = walk.k_end == p.partition.k_tiles;
+    const RowPair rows[1] = {load_row_pair(p.row_scales, p.bias, piece.n, p.N)};
 #pragma unroll
     for (int i = 0; i < C::TOKENS / 2; ++i) acc[i] = 0.f;
     // Registers run ahead of the tensor cores by two groups: while group q is multiplied, the weights of q + 1 are made
@@ -287,10 +324,12 @@ __global__ void __launch_bounds__(C::THREADS, C::BLOCKS_PER_SM)
     make_weights(0);
     load_codes(ring.slot, 1);
     int before = -1;  // slot that the tensor cores may still read
+    const int stages = ptx::uniform(walk.k_end - walk.k);
+    walk.k = walk.k_end;
 #pragma unroll 1
-    for (; walk.k < walk.k_end; ++walk.k) {
+    for (int stage = 0; stage < stages; ++stage) {
       const uint32_t x_tile = swizzled_tile_low(base + S::x + ring.slot * S::X);
-      const bool more = walk.k + 1 < walk.k_end;
+      const bool more = stage + 1 < stages;
       Ring next = ring;
       next.advance();
 #pragma unroll
@@ -318,23 +357,16 @@ __global__ void __launch_bounds__(C::THREADS, C::BLOCKS_PER_SM)
     ptx::wgmma_wait<0>();
     ptx::pin(acc);
 
-    int n_tile, m_tile;
-    p.partition.coordinates(walk.tile, n_tile, m_tile);
-    Piece<T> piece = {p.row_scales, p.bias, p.y, p.M, p.N};
-    piece.m = m_tile * C::TOKENS + 2 * t;
-    piece.n = n_tile * C::ROWS + warp * FRAGMENT_ROWS + 2 * g;
-    piece.slots = p.workspace + threadIdx.x;
-    piece.block = int(blockIdx.x);
-    piece.first = first_k_tile == 0 ? piece.block : p.partition.first_owner(walk.tile);
-    piece.last = walk.k_end == p.partition.k_tiles;
+    if (p.partition.split > 1) {
+      add_up_in_cluster<C>(piece, rows[0], acc, base, p.partition.split);
+      return;
+    }
     auto& cells = reinterpret_cast<float(&)[C::TOKENS / 8][4]>(acc);
     if (!C::STAGED || !p.bulk_stores || !piece.last) {
       release(before);
-      finish_piece<C::TOKENS / 8, C::CONSUMERS>(piece, cells);
+      finish_piece<C::TOKENS / 8, C::CONSUMERS>(piece, rows, cells);
     } else {
       pull_partials<C::TOKENS / 8, C::CONSUMERS>(piece, cells);
-      RowPair rows = {};
-      if (piece.n < p.N) rows = load_row_pair(p.row_scales, p.bias, piece.n, p.N);
       ptx::bar_sync(1, C::CONSUMERS);  // all have finished reading the slot
       // A token's 64 features are a row of 128 bytes, in which 16-byte chunks are swizzled. Cells are 8 tokens apart.
       const uint32_t row = base + S::x + before * S::X + warpgroup * (C::TOKENS * 128) + 2 * t * 128 + g % 4 * 4;
@@ -344,8 +376,8 @@ __global__ void __launch_bounds__(C::THREADS, C::BLOCKS_PER_SM)
       for (int j = 0; j < C::TOKENS / 8; ++j)
 #pragma unroll
         for (int i = 0; i < 2; ++i)
-          ptx::store_shared(at[i] + j * 1024, ptx::pack2<T>(fmaf(cells[j][i], rows.scale[0], rows.bias[0]),
-                                                            fmaf(cells[j][2 + i], rows.scale[1], rows.bias[1])));
+          ptx::store_shared(at[i] + j * 1024, ptx::pack2<T>(fmaf(cells[j][i], rows[0].scale.x, rows[0].bias[0]),
+                                                            fmaf(cells[j][2 + i], rows[0].scale.y, rows[0].bias[1])));
       ptx::fence_proxy_async();
       __syncwarp();
       if (lane == 0) ptx::mbar_arrive(staged + 8 * warpgroup);

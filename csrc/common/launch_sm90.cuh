@@ -21,7 +21,7 @@ template <class C> BlockShape shape_sm90() {
           int64_t(C::TOKENS) * C::ROWS * 4};
 }
 
-template <class C> std::string start_sm90(const Problem& p, int blocks, cudaStream_t stream) {
+template <class C> std::string start_sm90(const Problem& p, int blocks, int split, cudaStream_t stream) {
   static_assert(K_PANEL % C::K_TILE == 0);
   using T = typename C::T;
   const auto ceil_div = [](int64_t a, int64_t b) { return (a + b - 1) / b; };
@@ -51,13 +51,13 @@ template <class C> std::string start_sm90(const Problem& p, int blocks, cudaStre
   // Token tiles that are taken together: their activations stay in the L2 while the weights pass.
   constexpr int64_t L2_SHARE = 9'000'000;
   const int64_t raster = std::clamp<int64_t>(L2_SHARE / (int64_t(C::TOKENS) * p.K * 2), 1, 4);
-  a.partition = Partition::make(int(n_tiles), int(m_tiles), int(raster), int(k_tiles), blocks);
+  a.partition = Partition::make(int(n_tiles), int(m_tiles), int(raster), int(k_tiles), blocks, split);
 
   ptx::TensorMap x_map = {}, y_map = {};
   cudaError_t error = tensor_map_2d(&x_map, p.x, p.K, p.M, p.x_stride * 2, C::TOKENS);
   if (error == cudaSuccess && a.bulk_stores) error = tensor_map_2d(&y_map, p.y, p.N, p.M, int64_t(p.N) * 2, C::TOKENS);
   if (error != cudaSuccess) return "the driver refused to describe x or y to bulk copies";
-  error = launch_early(gemm_sm90<C>, a.partition.blocks, C::THREADS, Sm90Shared<C>::bytes, stream, a, x_map, y_map);
+  error = launch_early(a.partition.split, gemm_sm90<C>, a.partition.blocks, C::THREADS, Sm90Shared<C>::bytes, stream, a, x_map, y_map);
   return error == cudaSuccess ? "" : std::string("launch failed: ") + cudaGetErrorString(error);
 }
 

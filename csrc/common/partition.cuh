@@ -15,6 +15,9 @@
 //
 // Then come its WHOLE tiles, which all blocks work through in step: those of the same tokens find each other's
 // activations in the L2, those of the same rows the weights.
+//
+// Where tiles are few, a SPLIT cuts all of them into the same number of pieces instead, and the blocks of a tile form a
+// cluster (sm_90): they run at the same time and add up through each other's shared memory.
 #pragma once
 #include "common/ptx.cuh"
 
@@ -26,24 +29,35 @@ struct Partition {
   int raster;            // token tiles that are taken together, all rows of w for them first
   int whole;             // tiles [0, whole) are not cut, the others are
   int units;             // on the line
+  int split;             // blocks of a tile's cluster, or 1
+  int run, longer;       // a block's run has `run` units, that of the first `longer` blocks one more
 
-  // Cuts as few tiles as it can with runs of at least one tile's length: short pieces cost more than they even out.
-  __host__ static Partition make(int n_tiles, int m_tiles, int raster, int k_tiles, int blocks) {
+  // How `blocks` blocks share the tiles: STREAM_K, WHOLE tiles only, or clusters of that many blocks.
+  enum Split { STREAM_K = 0, WHOLE = 1 };
+
+  __host__ static Partition make(int n_tiles, int m_tiles, int raster, int k_tiles, int blocks, int split) {
     Partition p = {};
     const int tiles = n_tiles * m_tiles;
     p.k_tiles = k_tiles, p.n_tiles = n_tiles, p.m_tiles = m_tiles, p.raster = raster < m_tiles ? raster : m_tiles;
-    p.blocks = blocks < tiles * k_tiles ? blocks : tiles * k_tiles;
+    p.split = split > k_tiles ? k_tiles : split > 1 ? split : 1;
+    p.blocks = p.split > 1 ? tiles * p.split : blocks < tiles || split == WHOLE ? (blocks < tiles ? blocks : tiles) : blocks;
+    if (p.blocks > tiles * k_tiles) p.blocks = tiles * k_tiles;
+    // Cuts as few tiles as it can with runs of at least one tile's length: short pieces cost more than they even out.
     const int waves = tiles / p.blocks;
-    p.whole = tiles % p.blocks == 0 ? tiles : waves > 1 ? (waves - 1) * p.blocks : 0;
+    p.whole = split != STREAM_K || tiles % p.blocks == 0 ? tiles : waves > 1 ? (waves - 1) * p.blocks : 0;
     p.units = (tiles - p.whole) * k_tiles;
+    p.run = p.units / p.blocks, p.longer = p.units % p.blocks;
     return p;
   }
 
-  __host__ __device__ int begin(int block) const { return int(int64_t(block) * units / blocks); }
-  // The first block that holds a part of a tile that is cut.
-  __host__ __device__ int first_owner(int tile) const {
-    return int(((int64_t(tile - whole) * k_tiles + 1) * blocks - 1) / units);
+  __host__ __device__ int begin(int block) const { return block * run + (block < longer ? block : longer); }
+  // The block whose run holds a unit.
+  __host__ __device__ int owner(int unit) const {
+    const int in_longer = longer * (run + 1);
+    return unit < in_longer ? unit / (run + 1) : longer + (unit - in_longer) / run;
   }
+  // The first block that holds a part of a tile that is cut.
+  __host__ __device__ int first_owner(int tile) const { return owner((tile - whole) * k_tiles); }
   PTX_INLINE void coordinates(int tile, int& n_tile, int& m_tile) const {
     const int per_group = raster * n_tiles, group = tile / per_group, rest = tile - group * per_group;
     const int in_group = min(raster, m_tiles - group * raster);
@@ -59,7 +73,15 @@ struct Walk {
   int tile = 0, k, k_end;  // the piece: the K tiles [k, k_end) of a tile
 
   PTX_INLINE Walk(const Partition& p, int block) : first(p.begin(block)), end(p.begin(block + 1)), next_whole(block) {
-    next_piece(p);
+    if (p.split > 1) {
+      tile = block / p.split;
+      const int rank = block - tile * p.split;
+      k = p.k_tiles * rank / p.split;
+      k_end = p.k_tiles * (rank + 1) / p.split;
+      next_whole = p.whole;
+    } else {
+      next_piece(p);
+    }
   }
   PTX_INLINE bool done() const { return k == k_end; }  // of the piece, and of the work when it stays so after next_piece
   PTX_INLINE void next_piece(const Partition& p) {
