@@ -168,7 +168,6 @@ template <class W> std::vector<Variant> variants() {
         sm90<Sm90Config<W, 16, 2, 256, 5, 4, 2>>(),
         sm90<Sm90Config<W, 16, 4, 256, 6, 4, 1>>(),
         sm90<Sm90Config<W, 32, 2, 256, 3, 2, 2>>(),
-        sm90<Sm90Config<W, 32, 4, 256, 5, 4, 1>>(),
         sm90<Sm90Config<W, 32, 4, 256, 5, 2, 1>>(),
         sm90<Sm90Config<W, 64, 4, 256, 3, 2, 1>>(),
         sm90<Sm90Config<W, 64, 2, 128, 4, 2, 2>>(),
@@ -257,8 +256,8 @@ int main(int argc, char** argv) {
           const int tiles = ((N + v.shape.row_tile - 1) / v.shape.row_tile) * ((M + tile - 1) / tile);
           std::vector<std::pair<int, int>> ways;  // blocks and split
           for (int blocks = sms; blocks <= sms * v.occupancy; blocks += sms) ways.push_back({blocks, 0});
-          if (tiles <= sms * v.occupancy) ways.push_back({tiles, 1});
-          for (int split = 2; v.name[3] == '9' && split <= 8 && tiles * split <= sms * v.occupancy; ++split)
+          ways.push_back({std::min(tiles, sms * v.occupancy), 1});
+          for (int split = 2; v.name[2] == '9' && split <= 8 && tiles * split <= sms * v.occupancy; ++split)
             ways.push_back({tiles * split, split});
           for (const auto& [blocks, split] : ways) {
             good &= right(d, v, M, blocks, split);

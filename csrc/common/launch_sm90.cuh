@@ -47,7 +47,7 @@ template <class C> std::string start_sm90(const Problem& p, int blocks, int spli
   a.scale_step = group == -1 ? 0 : a.stage_scales;
   a.runs_log2 = group == -1 ? 31 : std::countr_zero(unsigned(group / C::GROUP));
   a.M = p.M, a.N = p.N;
-  a.bulk_stores = C::STAGED && p.N % 8 == 0 && reinterpret_cast<uintptr_t>(p.y) % 16 == 0;
+  a.bulk_stores = C::STAGED && split <= Partition::WHOLE && p.N % 8 == 0 && reinterpret_cast<uintptr_t>(p.y) % 16 == 0;
   // Token tiles that are taken together: their activations stay in the L2 while the weights pass.
   constexpr int64_t L2_SHARE = 9'000'000;
   const int64_t raster = std::clamp<int64_t>(L2_SHARE / (int64_t(C::TOKENS) * p.K * 2), 1, 4);
