@@ -86,15 +86,15 @@ const void* data_of(const std::optional<Tensor>& t, const char* name, const Tens
   return wanted ? data_of(*t, name, x, bytes) : nullptr;
 }
 
-// One entry of a plan: which config multiplies up to `max_tokens` tokens, and in how many blocks.
+// One entry of a plan: which config multiplies up to `max_tokens` tokens, and how.
 struct Step {
   int max_tokens;
   std::string config;
-  int blocks;
+  Schedule schedule;
 };
 using Plan = std::vector<Step>;
 
-// Reads "16:name@264 128:other@132 *:third@132"; sparse_marlin/dispatch.py writes it.
+// Reads "16:name@264 128:other@128/4 *:third@132"; sparse_marlin/dispatch.py writes it.
 Plan parse_plan(std::string_view text) {
   Plan plan;
   while (!text.empty()) {
@@ -109,9 +109,12 @@ Plan parse_plan(std::string_view text) {
                       "no number in the plan: ", std::string(entry));
       return value;
     };
-    const std::string_view tokens = entry.substr(0, colon);
-    plan.push_back({tokens == "*" ? INT_MAX : number(tokens), std::string(entry.substr(colon + 1, at - colon - 1)),
-                    number(entry.substr(at + 1))});
+    const std::string_view tokens = entry.substr(0, colon), blocks = entry.substr(at + 1);
+    const size_t slash = blocks.find('/');
+    Schedule schedule{number(blocks.substr(0, slash))};
+    if (slash != blocks.npos) schedule.split = number(blocks.substr(slash + 1));
+    plan.push_back(
+        {tokens == "*" ? INT_MAX : number(tokens), std::string(entry.substr(colon + 1, at - colon - 1)), schedule});
   }
   return plan;
 }
@@ -195,14 +198,14 @@ Tensor gemm_cuda(const Tensor& x, const Tensor& weights, const std::optional<Ten
   const auto stream = static_cast<cudaStream_t>(current);
 
   const Step& step = step_for(plan, m);
-  const int64_t bytes = workspace_bytes(p.scheme, step.config, step.blocks);
+  const int64_t bytes = workspace_bytes(p.scheme, step.config, step.schedule);
   STD_TORCH_CHECK(bytes >= 0, "no kernel ", step.config, " for this scheme");
   if (bytes > 0) check_cuda(get_workspace(device, stream, size_t(bytes), &p.workspace), "allocating the workspace");
   const Rows rows = rows_of(x, columns, m, k, stream);
   p.x = rows.data;
   p.x_stride = rows.stride;
   p.y = y.data_ptr();
-  const std::string error = gemm(p, step.config, step.blocks, stream);
+  const std::string error = gemm(p, step.config, step.schedule, stream);
   STD_TORCH_CHECK(error.empty(), "sparse_marlin: ", step.config, ": ", error);
   return y;
 }

@@ -12,17 +12,29 @@ const std::vector<Instance>& instances() {
     std::vector<Instance> list;
     for (const auto& part : {
              dense_sm80<Float16::HALF, 4, false>(),
+             dense_sm90<Float16::HALF, 4, false>(),
              dense_sm80<Float16::HALF, 4, true>(),
-             dense_sm80<Float16::HALF, 8, false>(),
-             dense_sm80<Float16::HALF, 8, true>(),
-             dense_sm80<Float16::BFLOAT16, 4, false>(),
-             dense_sm80<Float16::BFLOAT16, 4, true>(),
-             dense_sm80<Float16::BFLOAT16, 8, false>(),
-             dense_sm80<Float16::BFLOAT16, 8, true>(),
+             dense_sm90<Float16::HALF, 4, true>(),
              sparse_sm80<Float16::HALF, 4>(),
+             sparse_sm90<Float16::HALF, 4>(),
+             dense_sm80<Float16::HALF, 8, false>(),
+             dense_sm90<Float16::HALF, 8, false>(),
+             dense_sm80<Float16::HALF, 8, true>(),
+             dense_sm90<Float16::HALF, 8, true>(),
              sparse_sm80<Float16::HALF, 8>(),
+             sparse_sm90<Float16::HALF, 8>(),
+             dense_sm80<Float16::BFLOAT16, 4, false>(),
+             dense_sm90<Float16::BFLOAT16, 4, false>(),
+             dense_sm80<Float16::BFLOAT16, 4, true>(),
+             dense_sm90<Float16::BFLOAT16, 4, true>(),
              sparse_sm80<Float16::BFLOAT16, 4>(),
+             sparse_sm90<Float16::BFLOAT16, 4>(),
+             dense_sm80<Float16::BFLOAT16, 8, false>(),
+             dense_sm90<Float16::BFLOAT16, 8, false>(),
+             dense_sm80<Float16::BFLOAT16, 8, true>(),
+             dense_sm90<Float16::BFLOAT16, 8, true>(),
              sparse_sm80<Float16::BFLOAT16, 8>(),
+             sparse_sm90<Float16::BFLOAT16, 8>(),
          })
       list.insert(list.end(), part.begin(), part.end());
     return list;
@@ -31,11 +43,23 @@ const std::vector<Instance>& instances() {
 }
 
 // Of those that serve the scheme, the one with the longest runs of columns.
-const Instance* find(const Scheme& scheme, const std::string& config) {
+const Instance* search(const Scheme& scheme, const std::string& config) {
   const Instance* best = nullptr;
   for (const Instance& i : instances())
     if (i.serves(scheme) && config == i.config && (!best || i.scheme.group_size > best->scheme.group_size)) best = &i;
   return best;
+}
+const Instance* find(const Scheme& s, const std::string& config) {
+  struct Found {
+    Scheme scheme;
+    std::string config;
+    const Instance* instance;
+  };
+  thread_local std::vector<Found> found;  // a search takes as long as a launch, and a model has few schemes
+  for (const Found& f : found)
+    if (f.scheme == s && f.config == config) return f.instance;
+  found.push_back({s, config, search(s, config)});
+  return found.back().instance;
 }
 
 std::string refusal(const Scheme& scheme, const std::string& config) {
@@ -48,16 +72,19 @@ std::string refusal(const Scheme& scheme, const std::string& config) {
 
 bool is_aligned(const void* p) { return reinterpret_cast<uintptr_t>(p) % 16 == 0; }
 
-std::string check(const Problem& p, int blocks) {
+std::string check(const Problem& p, const Schedule& s) {
   if (p.M < 1 || p.N < 1 || p.K < 1)
     return "M, N and K must be positive, got " + std::to_string(p.M) + ", " + std::to_string(p.N) + ", " +
            std::to_string(p.K);
-  if (blocks < 1) return "blocks must be positive, got " + std::to_string(blocks);
+  if (s.blocks < 1) return "blocks must be positive, got " + std::to_string(s.blocks);
+  if (s.split < 0 || s.split > Schedule::MAX_CLUSTER)
+    return "split must be 0 to " + std::to_string(Schedule::MAX_CLUSTER) + ", got " + std::to_string(s.split);
   if (p.x_stride % 8 || p.x_stride < (int64_t(p.K) + 7) / 8 * 8)
     return "x_stride must be a multiple of 8 and at least K = " + std::to_string(p.K) + ", got " +
            std::to_string(p.x_stride) + ": copy x with gather_columns";
-  if (!p.x || !p.weights || !p.scales || !p.row_scales || !p.y || !p.workspace || (p.scheme.sparse && !p.meta))
-    return "x, weights, scales, row_scales, y and workspace must not be null, nor meta of 2:4 weights";
+  if (!p.x || !p.weights || !p.scales || !p.row_scales || !p.y || (p.scheme.sparse && !p.meta))
+    return "x, weights, scales, row_scales and y must not be null, nor meta of 2:4 weights";
+  if (!p.workspace && s.split == Schedule::STREAM_K) return "workspace must not be null where blocks share tiles";
   for (const void* address : {p.x, p.weights, p.meta, p.scales, static_cast<const void*>(p.workspace)})
     if (!is_aligned(address)) return "x, weights, meta, scales and workspace must be aligned to 16 bytes";
   return "";
@@ -67,10 +94,19 @@ std::string check(const Problem& p, int blocks) {
 
 const std::vector<Config>& configs() {
   static const std::vector<Config> all = {
-      {"sm80_t8", 80, 0, 8, ROW_PANEL},
-      {"sm80_t16", 80, 0, 16, ROW_PANEL},
-      {"sm80_t32", 80, 0, 32, ROW_PANEL},
-      {"sm80_t64", 80, 0, 64, ROW_PANEL},
+      {"sm80_128x8", 80, 0, 8, 128},
+      {"sm80_128x16", 80, 0, 16, 128},
+      {"sm80_128x32", 80, 0, 32, 128},
+      {"sm80_128x64", 80, 0, 64, 128},
+      {"sm90_128x8", 90, 90, 8, 128},
+      {"sm90_256x8", 90, 90, 8, 256},
+      {"sm90_128x16", 90, 90, 16, 128},
+      {"sm90_256x16", 90, 90, 16, 256},
+      {"sm90_256x32", 90, 90, 32, 256},
+      {"sm90_128x64", 90, 90, 64, 128},
+      {"sm90_256x64", 90, 90, 64, 256},
+      {"sm90_128x128", 90, 90, 128, 128},
+      {"sm90_128x256", 90, 90, 256, 128},
   };
   return all;
 }
@@ -82,16 +118,17 @@ std::string block_shape(const Scheme& scheme, const std::string& config, BlockSh
   return "";
 }
 
-int64_t workspace_bytes(const Scheme& scheme, const std::string& config, int blocks) {
+int64_t workspace_bytes(const Scheme& scheme, const std::string& config, const Schedule& schedule) {
   const Instance* instance = find(scheme, config);
-  return instance && blocks >= 1 ? blocks * instance->shape.workspace_per_block : -1;
+  if (!instance || schedule.blocks < 1) return -1;
+  return schedule.split == Schedule::STREAM_K ? schedule.blocks * instance->shape.workspace_per_block : 0;
 }
 
-std::string gemm(const Problem& problem, const std::string& config, int blocks, CUstream_st* stream) {
+std::string gemm(const Problem& problem, const std::string& config, const Schedule& schedule, CUstream_st* stream) {
   const Instance* instance = find(problem.scheme, config);
   if (!instance) return refusal(problem.scheme, config);
-  if (std::string error = check(problem, blocks); !error.empty()) return error;
-  return instance->start(problem, blocks, stream);
+  if (std::string error = check(problem, schedule); !error.empty()) return error;
+  return instance->start(problem, schedule, stream);
 }
 
 std::string gather_columns(const void* x, int64_t x_stride, const int32_t* perm, void* out, int64_t out_stride, int M,

@@ -26,6 +26,7 @@ struct Scheme {
   int group_size = 128;           // 32, 64, 128, or -1: one scale per row
   bool sparse = false;            // 2:4
   bool zero_points = false;       // dense only; otherwise codes are centred on 2 ** (num_bits - 1)
+  bool operator==(const Scheme&) const = default;
 };
 
 struct Problem {
@@ -61,14 +62,21 @@ struct BlockShape {
 // All functions that return a string return an empty one, or what is wrong.
 std::string block_shape(const Scheme& scheme, const std::string& config, BlockShape* shape);
 
-// Bytes of workspace for a launch of `blocks` blocks; -1 for an unknown config or scheme. The workspace must be filled
-// with 0xff bytes once, when it is allocated. Every launch leaves it so, whatever the config: one workspace of the
-// largest size serves all launches of a stream, one after the other. Streams must not share one.
-int64_t workspace_bytes(const Scheme& scheme, const std::string& config, int blocks);
+// How thread blocks share the work. Any schedule gives a right result, and the same one the same bits.
+struct Schedule {
+  int blocks = 1;  // best is what fits the GPU at once
+  // STREAM_K: all blocks get the same share, and tiles of y may be cut between them. WHOLE: a tile is one block's.
+  // From 2 on (kernels for 9.0 only): so many blocks form a cluster and share a tile; `blocks` follows from that.
+  int split = STREAM_K;
+  static constexpr int STREAM_K = 0, WHOLE = 1, MAX_CLUSTER = 8;
+};
 
-// Starts the kernel. `blocks` thread blocks share the work; any number >= 1 gives a right result, and the same number
-// the same bits. Best is what fits the GPU at once, but no more blocks than (row tiles * token tiles * k tiles).
-std::string gemm(const Problem& problem, const std::string& config, int blocks, CUstream_st* stream);
+// Bytes of workspace that a launch needs; -1 for an unknown config or scheme. The workspace must be filled with 0xff
+// bytes once, when it is allocated. Every launch leaves it so, whatever the config: one workspace of the largest size
+// serves all launches of a stream, one after the other. Streams must not share one.
+int64_t workspace_bytes(const Scheme& scheme, const std::string& config, const Schedule& schedule);
+
+std::string gemm(const Problem& problem, const std::string& config, const Schedule& schedule, CUstream_st* stream);
 
 // out[m, i] = x[m, perm[i]], i < K, and 0 for K <= i < out_stride. With perm null the columns stay where they are: this
 // also pads an x whose rows are not 16-byte aligned. x has rows x_stride elements apart; elements are 16-bit.

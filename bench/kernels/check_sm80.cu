@@ -177,9 +177,9 @@ bool check_repeats() {
 bool check_streams() {
   Repeated a({Float16::HALF, 4, 128, false, false}, 64, 4096, 4096);
   Repeated b({Float16::BFLOAT16, 4, 128, true, false}, 16, 8192, 2048);
-  a.begin("sm80_t64", 64, 2 * sms), b.begin("sm80_t16", 16, 2 * sms);
+  a.begin("sm80_128x64", 64, 2 * sms), b.begin("sm80_128x16", 16, 2 * sms);
   CUDA(cudaDeviceSynchronize());
-  for (int i = 0; i < REPEATS; ++i) a.again("sm80_t64", 64, 2 * sms), b.again("sm80_t16", 16, 2 * sms);
+  for (int i = 0; i < REPEATS; ++i) a.again("sm80_128x64", 64, 2 * sms), b.again("sm80_128x16", 16, 2 * sms);
   const bool good = a.found() == 0 && b.found() == 0;
   std::printf("two streams: %s\n", good ? "equal" : "DIFFER");
   return good;

@@ -23,7 +23,7 @@ struct Variant {
   std::string name;
   Scheme scheme;
   BlockShape shape;
-  std::string (*start)(const Problem&, int, int, cudaStream_t);
+  std::string (*start)(const Problem&, const Schedule&, cudaStream_t);
   int occupancy;
 };
 template <class W> std::string scheme_name() {
@@ -44,8 +44,8 @@ template <class W> Scheme scheme_of() {
 }
 template <class C> Variant sm80() {
   char text[96];
-  std::snprintf(text, sizeof text, "sm80 t%d n%d k%d f%d kt%d st%d b%d", C::TOKENS, C::WARPS_N, C::WARPS_K,
-                C::FRAGMENTS, C::K_TILE, C::STAGES, C::BLOCKS_PER_SM);
+  std::snprintf(text, sizeof text, "sm80 t%d n%d k%d kt%d st%d b%d", C::TOKENS, C::WARPS_N, C::WARPS_K,
+                C::K_TILE, C::STAGES, C::BLOCKS_PER_SM);
   return {text, scheme_of<typename C::Weights>(), shape_sm80<C>(), start_sm80<C>,
           occupancy<C>(gemm_sm80<C>, Sm80Shared<C>::bytes)};
 }
@@ -97,12 +97,12 @@ __global__ void fill(uint32_t* words, size_t n) {
   }
 }
 
-bool right(const OnDevice& d, const Variant& v, int M, int blocks, int split) {
+bool right(const OnDevice& d, const Variant& v, int M, const Schedule& schedule) {
   const size_t count = size_t(M) * d.p.N;
   std::vector<uint16_t> first(count), again(count);
   for (int i = 0; i < (count > 1 << 22 ? 3 : 10); ++i) {
     CUDA(cudaMemset(d.y, 0xff, count * 2));
-    if (const std::string e = v.start(d.problem(M, i % d.copies), blocks, split, nullptr); !e.empty())
+    if (const std::string e = v.start(d.problem(M, i % d.copies), schedule, nullptr); !e.empty())
       return std::printf("%s\n", e.c_str()), false;
     CUDA(cudaMemcpy((i ? again : first).data(), d.y, count * 2, cudaMemcpyDeviceToHost));
     if (i && again != first) return std::printf("  %s M %d: the bits of run %d differ\n", v.name.c_str(), M, i), false;
@@ -151,17 +151,16 @@ template <class Start> double microseconds(int launches, Start start) {
 }
 
 template <class W> std::vector<Variant> variants() {
-  // sm80: tokens, warps along N, warps along K, fragments of a warp, columns, stages, blocks per multiprocessor
+  // sm80: tokens, warps along N, warps along K, columns, stages, blocks per multiprocessor
   // sm90: tokens, warpgroups, columns, stages, steps of a commit group, blocks per multiprocessor
   if constexpr (W::SPARSE) {
     return {
 #ifdef TUNE_SM80
-        sm80<Sm80Config<W, 8, 4, 2, 2, 256, 4, 2>>(),
-        sm80<Sm80Config<W, 16, 4, 1, 2, 128, 6, 4>>(),
-        sm80<Sm80Config<W, 16, 4, 2, 2, 256, 4, 2>>(),
-        sm80<Sm80Config<W, 32, 4, 1, 2, 128, 5, 3>>(),
-        sm80<Sm80Config<W, 64, 4, 1, 2, 128, 3, 2>>(),
-        sm80<Sm80Config<W, 64, 4, 1, 4, 128, 3, 2>>(),
+        sm80<Sm80Config<W, 8, 4, 2, 256, 4, 2>>(),
+        sm80<Sm80Config<W, 16, 4, 1, 128, 6, 4>>(),
+        sm80<Sm80Config<W, 16, 4, 2, 256, 4, 2>>(),
+        sm80<Sm80Config<W, 32, 4, 1, 128, 5, 3>>(),
+        sm80<Sm80Config<W, 64, 4, 1, 128, 3, 2>>(),
 #endif
         sm90<Sm90Config<W, 8, 2, 256, 6, 4, 2>>(),
         sm90<Sm90Config<W, 8, 4, 256, 7, 4, 1>>(),
@@ -178,13 +177,10 @@ template <class W> std::vector<Variant> variants() {
   } else {
     return {
 #ifdef TUNE_SM80
-        sm80<Sm80Config<W, 8, 4, 2, 2, 256, 3, 2>>(),
-        sm80<Sm80Config<W, 16, 4, 2, 2, 256, 3, 2>>(),
-        sm80<Sm80Config<W, 32, 4, 1, 2, 128, 4, 3>>(),
-        sm80<Sm80Config<W, 64, 4, 1, 2, 128, 3, 2>>(),
-        sm80<Sm80Config<W, 64, 4, 1, 4, 128, 3, 2>>(),
-        sm80<Sm80Config<W, 64, 4, 2, 4, 128, 4, 1>>(),
-        sm80<Sm80Config<W, 64, 2, 2, 4, 128, 3, 2>>(),
+        sm80<Sm80Config<W, 8, 4, 2, 256, 3, 2>>(),
+        sm80<Sm80Config<W, 16, 4, 2, 256, 3, 2>>(),
+        sm80<Sm80Config<W, 32, 4, 1, 128, 4, 3>>(),
+        sm80<Sm80Config<W, 64, 4, 1, 128, 3, 2>>(),
 #endif
         sm90<Sm90Config<W, 8, 2, 256, 5, 4, 2>>(),
         sm90<Sm90Config<W, 8, 4, 256, 5, 4, 1>>(),
@@ -254,19 +250,19 @@ int main(int argc, char** argv) {
           std::printf(" | %d:", M);
           double best = 1e9;
           const int tiles = ((N + v.shape.row_tile - 1) / v.shape.row_tile) * ((M + tile - 1) / tile);
-          std::vector<std::pair<int, int>> ways;  // blocks and split
+          std::vector<Schedule> ways;
           for (int blocks = sms; blocks <= sms * v.occupancy; blocks += sms) ways.push_back({blocks, 0});
           ways.push_back({std::min(tiles, sms * v.occupancy), 1});
           for (int split = 2; v.name[2] == '9' && split <= 8 && tiles * split <= sms * v.occupancy; ++split)
             ways.push_back({tiles * split, split});
-          for (const auto& [blocks, split] : ways) {
-            good &= right(d, v, M, blocks, split);
+          for (const Schedule& schedule : ways) {
+            good &= right(d, v, M, schedule);
             const double us = microseconds(std::max(d.copies, 10), [&](int j, cudaStream_t stream) {
-              v.start(d.problem(M, j % d.copies), blocks, split, stream);
+              v.start(d.problem(M, j % d.copies), schedule, stream);
             });
             best = std::min(best, us);
-            if (split)
-              std::printf(" /%d %.1f", split, us);
+            if (schedule.split)
+              std::printf(" /%d %.1f", schedule.split, us);
             else
               std::printf(" %.1f", us);
           }

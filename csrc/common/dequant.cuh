@@ -7,8 +7,11 @@
 //   zero points   (code - zero) is exact, one rounding in the product   (2 instructions)
 #pragma once
 #include "common/ptx.cuh"
+#include "gemm.h"
 
 namespace sparse_marlin {
+
+template <Float16 DTYPE> using Scalar = std::conditional_t<DTYPE == Float16::HALF, half, __nv_bfloat16>;
 
 // What the lanes of a row pair need for one group.
 struct PairScales {

@@ -18,15 +18,15 @@
 namespace sparse_marlin {
 
 // Weights: what is stored and how it is multiplied, see dense/weights.cuh and sparse24/weights.cuh.
-// FRAGMENTS: per warp. Each x fragment that it loads serves all of them.
-template <class Weights_, int TOKENS_, int WARPS_N_, int WARPS_K_, int FRAGMENTS_, int K_TILE_, int STAGES_,
-          int BLOCKS_PER_SM_>
+template <class Weights_, int TOKENS_, int WARPS_N_, int WARPS_K_, int K_TILE_, int STAGES_, int BLOCKS_PER_SM_>
 struct Sm80Config {
   using Weights = Weights_;
   using T = typename Weights::T;
   static constexpr int TOKENS = TOKENS_, WARPS_N = WARPS_N_, WARPS_K = WARPS_K_, K_TILE = K_TILE_, STAGES = STAGES_;
   static constexpr int BLOCKS_PER_SM = BLOCKS_PER_SM_;
-  static constexpr int FRAGMENTS = FRAGMENTS_;
+  // Per warp: each x fragment is used twice. Four would halve the loads of x, which bind at 64 tokens, but take all
+  // registers, and were slower.
+  static constexpr int FRAGMENTS = 2;
   static constexpr int ROWS = WARPS_N * FRAGMENTS * layout::FRAGMENT_ROWS;
   static constexpr int PANELS = ROWS / layout::PANEL_ROWS;
   static constexpr int THREADS = WARPS_N * WARPS_K * 32, EPILOGUE_THREADS = WARPS_N * 32;
@@ -44,10 +44,9 @@ struct Sm80Config {
   static constexpr int SCALE_BYTES = layout::panel_scale_bytes(Weights::ZERO_POINTS);  // of one panel and group
 
   static_assert(TOKENS % 8 == 0 && ROWS % layout::PANEL_ROWS == 0);
-  static_assert(layout::FRAGMENTS_PER_PANEL % FRAGMENTS == 0, "a warp's rows lie in one panel");
   static_assert(K_TILE % GROUP == 0 && K_TILE % layout::META_K == 0 && WARP_K % FRAGMENT_K == 0);
   static_assert(WARP_K % GROUP == 0 || GROUP % WARP_K == 0);
-  static_assert(THREADS % (K_TILE / 8) == 0 && X_ROWS_PER_ROUND % 4 == 0, "a thread copies one column chunk of x");
+  static_assert(THREADS % (K_TILE / 8) == 0 && X_ROWS_PER_ROUND % 8 == 0, "a thread copies one column chunk of x");
 };
 
 // Dynamic shared memory, the same for host and kernel.
@@ -157,8 +156,7 @@ __global__ void __launch_bounds__(C::THREADS, C::BLOCKS_PER_SM) gemm_sm80(const 
     for (int i = 0; i < C::TOKENS; i += X_ROWS_PER_ROUND)
       // Tokens past M keep what the slot holds: a token only reaches its own column of y, which is not stored.
       if ((X_ROWS_PER_ROUND <= C::TOKENS || x_row < C::TOKENS) && i < x_rows)
-        ptx::cp_async<16>((x_dst + slot * S::X + i * 128) ^ (i % 8 << 4),  // i: the swizzle of rows 4 further
-                          x_src + uint64_t(p.x_round) * (i / X_ROWS_PER_ROUND), x_bytes);
+        ptx::cp_async<16>(x_dst + slot * S::X + i * 128, x_src + uint64_t(p.x_round) * (i / X_ROWS_PER_ROUND), x_bytes);
     x_src += C::K_TILE * 2;
   };
 
@@ -191,9 +189,7 @@ __global__ void __launch_bounds__(C::THREADS, C::BLOCKS_PER_SM) gemm_sm80(const 
       uint32_t(&words)[4] = codes[chunk % 2][f];
       words[0] = v.x, words[1] = v.y, words[2] = v.z, words[3] = v.w;
     };
-    // Registers are double buffered: a step's tokens and metadata are loaded one step ahead, and its weights made then,
-    // unless so many fragments take all registers (and their instructions hide the latency).
-    constexpr int AHEAD = C::FRAGMENTS > 2 ? 0 : 1;
+    // Registers are double buffered: a step's tokens and metadata are loaded, and its weights made, one step ahead.
     auto load_x = [&](int step) {
       const int k = step * C::MMA_K;  // in the warp's share of the stage
       if (k % X_K != 0) return;
@@ -217,14 +213,14 @@ __global__ void __launch_bounds__(C::THREADS, C::BLOCKS_PER_SM) gemm_sm80(const 
     for (int f = 0; f < C::FRAGMENTS; ++f) load_codes(0, f);
     load_x(0);
 #pragma unroll
-    for (int f = 0; f < C::FRAGMENTS * AHEAD; ++f) load_w(0, f);
+    for (int f = 0; f < C::FRAGMENTS; ++f) load_w(0, f);
 #pragma unroll
     for (int step = 0; step < STEPS; ++step) {
       const int k = step * C::MMA_K;
       if (step + 1 < STEPS) load_x(step + 1);
 #pragma unroll
       for (int f = 0; f < C::FRAGMENTS; ++f) {
-        if (step + AHEAD < STEPS) load_w(step + AHEAD, f);
+        if (step + 1 < STEPS) load_w(step + 1, f);
 #pragma unroll
         for (int j = 0; j < C::N8; ++j)
           W::mma(acc[f][j], w[step % 2][f],

@@ -22,11 +22,11 @@ namespace sparse_marlin {
 
 // Weights: what is stored and how it is multiplied, see dense/weights.cuh and sparse24/weights.cuh.
 // STEPS: instructions of a commit group; the registers of the next group are made while one is multiplied.
-template <class Weights_, int TOKENS_, int WARPGROUPS_, int K_TILE_, int STAGES_, int STEPS_, int BLOCKS_PER_SM_>
+template <class Weights_, int WARPGROUPS_, int TOKENS_, int K_TILE_, int STEPS_, int BLOCKS_PER_SM_>
 struct Sm90Config {
   using Weights = Weights_;
   using T = typename Weights::T;
-  static constexpr int TOKENS = TOKENS_, WARPGROUPS = WARPGROUPS_, K_TILE = K_TILE_, STAGES = STAGES_, STEPS = STEPS_;
+  static constexpr int WARPGROUPS = WARPGROUPS_, TOKENS = TOKENS_, K_TILE = K_TILE_, STEPS = STEPS_;
   static constexpr int BLOCKS_PER_SM = BLOCKS_PER_SM_;
   static constexpr int ROWS = WARPGROUPS * 64, PANELS = ROWS / layout::PANEL_ROWS;
   static constexpr int CONSUMERS = WARPGROUPS * 128, CONSUMER_WARPS = WARPGROUPS * 4;
@@ -46,7 +46,16 @@ struct Sm90Config {
   static constexpr int STEPS_PER_LOAD = FRAGMENT_K / MMA_K;   // steps that a lane's 16 bytes of codes serve
   static constexpr int SCALE_BYTES = layout::panel_scale_bytes(Weights::ZERO_POINTS);  // of one panel and group
 
-  static_assert(TOKENS % 8 == 0 && ROWS % layout::PANEL_ROWS == 0);
+  // A stage's bytes, and as many stages as fit.
+  static constexpr int PANEL_CODES = int(layout::panel_code_bytes(K_TILE, Weights::BITS, Weights::SPARSE));
+  static constexpr int PANEL_META = Weights::SPARSE ? int(layout::panel_meta_bytes(K_TILE)) : 0;
+  static constexpr int PANEL_SCALES = K_TILE / GROUP * SCALE_BYTES;
+  static constexpr int X_BYTES = TOKENS * K_TILE * 2;
+  static constexpr int SHARED_PER_SM = 228 * 1024, RESERVED = 2 * 1024;  // by the system, and barriers with alignment
+  static constexpr int STAGES = (SHARED_PER_SM / BLOCKS_PER_SM - RESERVED) /
+                                (PANELS * (PANEL_CODES + PANEL_META + PANEL_SCALES) + X_BYTES);
+
+  static_assert(TOKENS % 8 == 0 && ROWS % layout::PANEL_ROWS == 0 && STAGES >= 3);
   static_assert(K_TILE % GROUP == 0 && K_TILE % layout::META_K == 0 && K_TILE % COMMIT_K == 0);
   static_assert(COMMITS % 2 == 0, "registers alternate between two commit groups");
   static_assert(STEPS_PER_LOAD % STEPS == 0, "a commit group's codes are loaded at once");
@@ -58,11 +67,8 @@ struct Sm90Config {
 
 // Dynamic shared memory, the same for host and kernel.
 template <class C> struct Sm90Shared {
-  static constexpr int PANEL_CODES = int(layout::panel_code_bytes(C::K_TILE, C::Weights::BITS, C::Weights::SPARSE));
-  static constexpr int PANEL_META = C::Weights::SPARSE ? int(layout::panel_meta_bytes(C::K_TILE)) : 0;
-  static constexpr int PANEL_SCALES = C::K_TILE / C::GROUP * C::SCALE_BYTES;
-  static constexpr int CODES = C::PANELS * PANEL_CODES, META = C::PANELS * PANEL_META, SCALES = C::PANELS * PANEL_SCALES;
-  static constexpr int X = C::TOKENS * C::K_TILE * 2;
+  static constexpr int CODES = C::PANELS * C::PANEL_CODES, META = C::PANELS * C::PANEL_META;
+  static constexpr int SCALES = C::PANELS * C::PANEL_SCALES, X = C::X_BYTES;
 
   static constexpr int x = 0;  // first, because the swizzle is one of 1024-byte aligned blocks
   static constexpr int codes = x + C::STAGES * X + SHARED_GUARD;
@@ -176,14 +182,14 @@ __global__ void __launch_bounds__(C::THREADS, C::BLOCKS_PER_SM)
 #pragma unroll
           for (int i = 0; i < C::PANELS; ++i) {
             const int panel = min(n_tile * C::PANELS + i, last_panel);  // rows past N are computed and not stored
-            ptx::bulk_load(base + S::codes + ring.slot * S::CODES + i * S::PANEL_CODES,
-                           p.weights + panel * p.panel_codes + int64_t(walk.k) * S::PANEL_CODES, S::PANEL_CODES, bar,
+            ptx::bulk_load(base + S::codes + ring.slot * S::CODES + i * C::PANEL_CODES,
+                           p.weights + panel * p.panel_codes + int64_t(walk.k) * C::PANEL_CODES, C::PANEL_CODES, bar,
                            policy);
             if constexpr (W::SPARSE)
-              ptx::bulk_load(base + S::meta + ring.slot * S::META + i * S::PANEL_META,
-                             p.meta + panel * p.panel_meta + int64_t(walk.k) * S::PANEL_META, S::PANEL_META, bar,
+              ptx::bulk_load(base + S::meta + ring.slot * S::META + i * C::PANEL_META,
+                             p.meta + panel * p.panel_meta + int64_t(walk.k) * C::PANEL_META, C::PANEL_META, bar,
                              policy);
-            ptx::bulk_load(base + S::scales + ring.slot * S::SCALES + i * S::PANEL_SCALES,
+            ptx::bulk_load(base + S::scales + ring.slot * S::SCALES + i * C::PANEL_SCALES,
                            p.scales + panel * p.panel_scales + int64_t(walk.k) * p.scale_step, p.stage_scales, bar,
                            policy);
           }
@@ -244,9 +250,9 @@ __global__ void __launch_bounds__(C::THREADS, C::BLOCKS_PER_SM)
   const int warpgroup = warp / 4, g = lane / 4, t = lane % 4;
   const int panel = warpgroup / 2, in_panel = warp % FRAGMENTS_PER_PANEL;  // of the warp's fragment of 16 rows
   constexpr int PAIR_BYTES = C::SCALE_BYTES / (PANEL_ROWS / 2);
-  const uint32_t codes_at = base + S::codes + panel * S::PANEL_CODES + in_panel * FRAGMENT_BYTES + lane * LANE_BYTES;
-  const uint32_t meta_at = base + S::meta + panel * S::PANEL_META + in_panel * META_FRAGMENT_BYTES + lane * 4;
-  const uint32_t scales_at = base + S::scales + panel * S::PANEL_SCALES + (in_panel * 8 + g) * PAIR_BYTES;
+  const uint32_t codes_at = base + S::codes + panel * C::PANEL_CODES + in_panel * FRAGMENT_BYTES + lane * LANE_BYTES;
+  const uint32_t meta_at = base + S::meta + panel * C::PANEL_META + in_panel * META_FRAGMENT_BYTES + lane * 4;
+  const uint32_t scales_at = base + S::scales + panel * C::PANEL_SCALES + (in_panel * 8 + g) * PAIR_BYTES;
 
   constexpr int RUNS = C::COMMIT_K > C::GROUP ? C::COMMIT_K / C::GROUP : 1;  // of a commit group, one scale each
   constexpr int META_WORDS = W::SPARSE ? C::COMMIT_K / META_K : 1;

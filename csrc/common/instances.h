@@ -10,7 +10,7 @@ struct Instance {
   const char* config;
   Scheme scheme;
   BlockShape shape;
-  std::string (*start)(const Problem&, int blocks, CUstream_st* stream);
+  std::string (*start)(const Problem&, const Schedule&, CUstream_st* stream);
 
   bool serves(const Scheme& s) const {
     return s.dtype == scheme.dtype && s.num_bits == scheme.num_bits && s.sparse == scheme.sparse &&
@@ -18,9 +18,10 @@ struct Instance {
   }
 };
 
-// Defined in dense/ and sparse24/instances_sm80.cuh; the .cu files beside them instantiate a few each, to compile at
-// once.
+// Defined in dense/ and sparse24/instances_*.cuh; the .cu files beside them instantiate a few each, to compile at once.
 template <Float16 DTYPE, int BITS, bool ZERO_POINTS> std::vector<Instance> dense_sm80();
 template <Float16 DTYPE, int BITS> std::vector<Instance> sparse_sm80();
+template <Float16 DTYPE, int BITS, bool ZERO_POINTS> std::vector<Instance> dense_sm90();
+template <Float16 DTYPE, int BITS> std::vector<Instance> sparse_sm90();
 
 }  // namespace sparse_marlin

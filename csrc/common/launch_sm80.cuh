@@ -21,14 +21,14 @@ template <class C> BlockShape shape_sm80() {
           int64_t(C::ACCUMULATORS) * C::EPILOGUE_THREADS * 16};
 }
 
-template <class C> std::string start_sm80(const Problem& p, int blocks, int split, cudaStream_t stream) {
+template <class C> std::string start_sm80(const Problem& p, const Schedule& schedule, cudaStream_t stream) {
   static_assert(K_PANEL % C::K_TILE == 0);
   using T = typename C::T;
   const auto ceil_div = [](int64_t a, int64_t b) { return (a + b - 1) / b; };
   const int64_t padded_k = ceil_div(p.K, K_PANEL) * K_PANEL;
   const int64_t m_tiles = ceil_div(p.M, C::TOKENS), n_tiles = ceil_div(p.N, C::ROWS),
                 k_tiles = ceil_div(p.K, C::K_TILE);
-  if (split > 1) return "clusters of blocks need a kernel for compute capability 9.0";
+  if (schedule.split > Schedule::WHOLE) return "clusters of blocks need a kernel for compute capability 9.0";
   if (n_tiles * m_tiles * k_tiles > INT_MAX) return "the problem is too large: more than 2^31 work units";
   if (p.x_stride > UINT32_MAX / (C::X_ROWS_PER_ROUND * 2)) return "the rows of x are too far apart: copy x";
   const int group_bytes = layout::panel_scale_bytes(C::Weights::ZERO_POINTS);
@@ -51,12 +51,10 @@ template <class C> std::string start_sm80(const Problem& p, int blocks, int spli
   a.group_step = group == -1 ? 0 : group_bytes;
   a.runs_log2 = group == -1 ? 0 : std::countr_zero(unsigned(group / C::GROUP));
   a.M = p.M, a.N = p.N, a.K = p.K;
-  a.partition = Partition::make(int(n_tiles), int(m_tiles), int(m_tiles), int(k_tiles), blocks, split);
+  a.partition = Partition::make(int(n_tiles), int(m_tiles), int(m_tiles), int(k_tiles), schedule);
   const cudaError_t error = launch(gemm_sm80<C>, a.partition.blocks, C::THREADS, Sm80Shared<C>::bytes, stream, a);
   return error == cudaSuccess ? "" : std::string("launch failed: ") + cudaGetErrorString(error);
 }
-
-template <Float16 DTYPE> using Scalar = std::conditional_t<DTYPE == Float16::HALF, half, __nv_bfloat16>;
 
 template <class C> Instance instance_sm80(const char* config) {
   using W = typename C::Weights;

@@ -21,7 +21,7 @@ template <class C> BlockShape shape_sm90() {
           int64_t(C::TOKENS) * C::ROWS * 4};
 }
 
-template <class C> std::string start_sm90(const Problem& p, int blocks, int split, cudaStream_t stream) {
+template <class C> std::string start_sm90(const Problem& p, const Schedule& schedule, cudaStream_t stream) {
   static_assert(K_PANEL % C::K_TILE == 0);
   using T = typename C::T;
   const auto ceil_div = [](int64_t a, int64_t b) { return (a + b - 1) / b; };
@@ -47,11 +47,11 @@ template <class C> std::string start_sm90(const Problem& p, int blocks, int spli
   a.scale_step = group == -1 ? 0 : a.stage_scales;
   a.runs_log2 = group == -1 ? 31 : std::countr_zero(unsigned(group / C::GROUP));
   a.M = p.M, a.N = p.N;
-  a.bulk_stores = C::STAGED && split <= Partition::WHOLE && p.N % 8 == 0 && reinterpret_cast<uintptr_t>(p.y) % 16 == 0;
+  a.bulk_stores = C::STAGED && schedule.split <= Schedule::WHOLE && p.N % 8 == 0 && reinterpret_cast<uintptr_t>(p.y) % 16 == 0;
   // Token tiles that are taken together: their activations stay in the L2 while the weights pass.
   constexpr int64_t L2_SHARE = 9'000'000;
   const int64_t raster = std::clamp<int64_t>(L2_SHARE / (int64_t(C::TOKENS) * p.K * 2), 1, 4);
-  a.partition = Partition::make(int(n_tiles), int(m_tiles), int(raster), int(k_tiles), blocks, split);
+  a.partition = Partition::make(int(n_tiles), int(m_tiles), int(raster), int(k_tiles), schedule);
 
   ptx::TensorMap x_map = {}, y_map = {};
   cudaError_t error = tensor_map_2d(&x_map, p.x, p.K, p.M, p.x_stride * 2, C::TOKENS);
@@ -59,6 +59,12 @@ template <class C> std::string start_sm90(const Problem& p, int blocks, int spli
   if (error != cudaSuccess) return "the driver refused to describe x or y to bulk copies";
   error = launch_early(a.partition.split, gemm_sm90<C>, a.partition.blocks, C::THREADS, Sm90Shared<C>::bytes, stream, a, x_map, y_map);
   return error == cudaSuccess ? "" : std::string("launch failed: ") + cudaGetErrorString(error);
+}
+
+template <class C> Instance instance_sm90(const char* config) {
+  using W = typename C::Weights;
+  const Float16 dtype = ptx::is_bf16<typename C::T> ? Float16::BFLOAT16 : Float16::HALF;
+  return {config, {dtype, W::BITS, W::GROUP, W::SPARSE, W::ZERO_POINTS}, shape_sm90<C>(), start_sm90<C>};
 }
 
 }  // namespace sparse_marlin

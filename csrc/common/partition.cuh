@@ -19,7 +19,10 @@
 // Where tiles are few, a SPLIT cuts all of them into the same number of pieces instead, and the blocks of a tile form a
 // cluster (sm_90): they run at the same time and add up through each other's shared memory.
 #pragma once
+#include <algorithm>
+
 #include "common/ptx.cuh"
+#include "gemm.h"
 
 namespace sparse_marlin {
 
@@ -32,19 +35,16 @@ struct Partition {
   int split;             // blocks of a tile's cluster, or 1
   int run, longer;       // a block's run has `run` units, that of the first `longer` blocks one more
 
-  // How `blocks` blocks share the tiles: STREAM_K, WHOLE tiles only, or clusters of that many blocks.
-  enum Split { STREAM_K = 0, WHOLE = 1 };
-
-  __host__ static Partition make(int n_tiles, int m_tiles, int raster, int k_tiles, int blocks, int split) {
+  __host__ static Partition make(int n_tiles, int m_tiles, int raster, int k_tiles, const Schedule& schedule) {
     Partition p = {};
     const int tiles = n_tiles * m_tiles;
-    p.k_tiles = k_tiles, p.n_tiles = n_tiles, p.m_tiles = m_tiles, p.raster = raster < m_tiles ? raster : m_tiles;
-    p.split = split > k_tiles ? k_tiles : split > 1 ? split : 1;
-    p.blocks = p.split > 1 ? tiles * p.split : blocks < tiles || split == WHOLE ? (blocks < tiles ? blocks : tiles) : blocks;
-    if (p.blocks > tiles * k_tiles) p.blocks = tiles * k_tiles;
+    p.k_tiles = k_tiles, p.n_tiles = n_tiles, p.m_tiles = m_tiles, p.raster = std::min(raster, m_tiles);
+    p.split = schedule.split > Schedule::WHOLE ? std::min(schedule.split, k_tiles) : 1;
+    p.blocks = std::min(schedule.blocks, schedule.split == Schedule::WHOLE ? tiles : tiles * k_tiles);
+    if (p.split > 1) p.blocks = tiles * p.split;
     // Cuts as few tiles as it can with runs of at least one tile's length: short pieces cost more than they even out.
     const int waves = tiles / p.blocks;
-    p.whole = split != STREAM_K || tiles % p.blocks == 0 ? tiles : waves > 1 ? (waves - 1) * p.blocks : 0;
+    p.whole = schedule.split != Schedule::STREAM_K || tiles % p.blocks == 0 ? tiles : waves > 1 ? (waves - 1) * p.blocks : 0;
     p.units = (tiles - p.whole) * k_tiles;
     p.run = p.units / p.blocks, p.longer = p.units % p.blocks;
     return p;

@@ -1,4 +1,4 @@
-// Which variants of the kernel are compiled for dense weights: the fastest that bench/kernels/tune_sm80.cu found.
+// Which variants of the kernel are compiled for dense weights: the fastest that bench/kernels/tune.cu found.
 #pragma once
 #include "common/launch_sm80.cuh"
 #include "dense/weights.cuh"
@@ -6,15 +6,15 @@
 namespace sparse_marlin {
 
 template <class W> void add_dense_int4(std::vector<Instance>& list) {
-  list.push_back(instance_sm80<Sm80Config<W, 8, 4, 2, 2, 256, 3, 2>>("sm80_t8"));
-  list.push_back(instance_sm80<Sm80Config<W, 16, 4, 2, 2, 256, 3, 2>>("sm80_t16"));
-  list.push_back(instance_sm80<Sm80Config<W, 32, 4, 1, 2, 128, 4, 3>>("sm80_t32"));
-  list.push_back(instance_sm80<Sm80Config<W, 64, 4, 1, 2, 128, 3, 2>>("sm80_t64"));
+  list.push_back(instance_sm80<Sm80Config<W, 8, 4, 2, 256, 3, 2>>("sm80_128x8"));
+  list.push_back(instance_sm80<Sm80Config<W, 16, 4, 2, 256, 3, 2>>("sm80_128x16"));
+  list.push_back(instance_sm80<Sm80Config<W, 32, 4, 1, 128, 4, 3>>("sm80_128x32"));
+  list.push_back(instance_sm80<Sm80Config<W, 64, 4, 1, 128, 3, 2>>("sm80_128x64"));
 }
 // The memory is the limit for longer: fewer tiles of tokens, and one length of group, lose little.
 template <class W> void add_dense_int8(std::vector<Instance>& list) {
-  list.push_back(instance_sm80<Sm80Config<W, 16, 4, 2, 2, 128, 3, 2>>("sm80_t16"));
-  list.push_back(instance_sm80<Sm80Config<W, 64, 4, 1, 2, 64, 4, 3>>("sm80_t64"));
+  list.push_back(instance_sm80<Sm80Config<W, 16, 4, 2, 128, 3, 2>>("sm80_128x16"));
+  list.push_back(instance_sm80<Sm80Config<W, 64, 4, 1, 64, 4, 3>>("sm80_128x64"));
 }
 
 template <Float16 DTYPE, int BITS, bool ZERO_POINTS> std::vector<Instance> dense_sm80() {

@@ -1,4 +1,4 @@
-// Which variants of the kernel are compiled for 2:4 weights: the fastest that bench/kernels/tune_sm80.cu found.
+// Which variants of the kernel are compiled for 2:4 weights: the fastest that bench/kernels/tune.cu found.
 #pragma once
 #include "common/launch_sm80.cuh"
 #include "sparse24/weights.cuh"
@@ -6,14 +6,14 @@
 namespace sparse_marlin {
 
 template <class W> void add_sparse_int4(std::vector<Instance>& list) {
-  list.push_back(instance_sm80<Sm80Config<W, 8, 4, 2, 2, 256, 4, 2>>("sm80_t8"));
-  list.push_back(instance_sm80<Sm80Config<W, 16, 4, 2, 2, 256, 4, 2>>("sm80_t16"));
-  list.push_back(instance_sm80<Sm80Config<W, 32, 4, 2, 2, 256, 3, 2>>("sm80_t32"));
-  list.push_back(instance_sm80<Sm80Config<W, 64, 4, 1, 2, 128, 3, 2>>("sm80_t64"));
+  list.push_back(instance_sm80<Sm80Config<W, 8, 4, 2, 256, 4, 2>>("sm80_128x8"));
+  list.push_back(instance_sm80<Sm80Config<W, 16, 4, 2, 256, 4, 2>>("sm80_128x16"));
+  list.push_back(instance_sm80<Sm80Config<W, 32, 4, 1, 128, 5, 3>>("sm80_128x32"));
+  list.push_back(instance_sm80<Sm80Config<W, 64, 4, 1, 128, 3, 2>>("sm80_128x64"));
 }
 template <class W> void add_sparse_int8(std::vector<Instance>& list) {  // see add_dense_int8
-  list.push_back(instance_sm80<Sm80Config<W, 16, 4, 2, 2, 128, 4, 2>>("sm80_t16"));
-  list.push_back(instance_sm80<Sm80Config<W, 64, 4, 1, 2, 64, 4, 3>>("sm80_t64"));
+  list.push_back(instance_sm80<Sm80Config<W, 16, 4, 2, 128, 4, 2>>("sm80_128x16"));
+  list.push_back(instance_sm80<Sm80Config<W, 64, 4, 1, 64, 4, 3>>("sm80_128x64"));
 }
 
 template <Float16 DTYPE, int BITS> std::vector<Instance> sparse_sm80() {

@@ -167,7 +167,7 @@ int check_refusals() {
   const GemmProblem p{{}, 2, 16, 128, true, false, 1};
   const Prepared w = prepare(p);
   alignas(16) static uint16_t x[2 * 136], y[2 * 16];
-  std::vector<uint32_t> workspace(workspace_bytes(p.scheme, "sm80_t8", 1) / 4, EMPTY);
+  std::vector<uint32_t> workspace(workspace_bytes(p.scheme, "sm80_128x8", 1) / 4, EMPTY);
   const Problem good{p.scheme,
                      p.M,
                      p.N,
@@ -181,7 +181,7 @@ int check_refusals() {
                      nullptr,
                      y,
                      workspace.data()};
-  const auto refuses = [&](const char* word, auto change, const char* config = "sm80_t8", int blocks = 1) {
+  const auto refuses = [&](const char* word, auto change, const char* config = "sm80_128x8", int blocks = 1) {
     Problem bad = good;
     change(bad);
     const std::string error = gemm(bad, config, blocks, nullptr);
@@ -189,7 +189,7 @@ int check_refusals() {
     if (!found) std::printf("expected a text with \"%s\", got \"%s\"\n", word, error.c_str());
     return found;
   };
-  EXPECT(gemm(good, "sm80_t8", 1, nullptr).empty());
+  EXPECT(gemm(good, "sm80_128x8", 1, nullptr).empty());
   EXPECT(refuses("no kernel named nothing", [](Problem&) {}, "nothing"));
   EXPECT(refuses("was not compiled for dense INT8", [](Problem& q) { q.scheme.num_bits = 8; }));
   EXPECT(refuses("group size 16", [](Problem& q) { q.scheme.group_size = 16; }));
@@ -198,14 +198,14 @@ int check_refusals() {
   EXPECT(refuses("meta", [](Problem& q) { q.scheme.sparse = true; }));
   EXPECT(refuses("null", [](Problem& q) { q.workspace = nullptr; }));
   EXPECT(refuses("positive", [](Problem& q) { q.M = 0; }));
-  EXPECT(refuses("blocks", [](Problem&) {}, "sm80_t8", 0));
+  EXPECT(refuses("blocks", [](Problem&) {}, "sm80_128x8", 0));
   EXPECT(refuses("x_stride", [](Problem& q) { q.x_stride = 132; }));
   EXPECT(refuses("x_stride", [](Problem& q) { q.x_stride = 120; }));
   EXPECT(refuses("aligned", [](Problem& q) { q.x = x + 1; }));
-  EXPECT(workspace_bytes(p.scheme, "nothing", 1) == -1 && workspace_bytes(p.scheme, "sm80_t8", 0) == -1);
-  EXPECT(workspace_bytes(p.scheme, "sm80_t8", 6) == 3 * workspace_bytes(p.scheme, "sm80_t8", 2));
+  EXPECT(workspace_bytes(p.scheme, "nothing", 1) == -1 && workspace_bytes(p.scheme, "sm80_128x8", 0) == -1);
+  EXPECT(workspace_bytes(p.scheme, "sm80_128x8", 6) == 3 * workspace_bytes(p.scheme, "sm80_128x8", 2));
   BlockShape shape;
-  EXPECT(!block_shape({.num_bits = 5}, "sm80_t8", &shape).empty());
+  EXPECT(!block_shape({.num_bits = 5}, "sm80_128x8", &shape).empty());
   return failures;
 }
 
