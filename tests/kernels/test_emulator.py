@@ -17,17 +17,18 @@ SEEDS = (0, 1, 2)  # round robin, fixed priorities, random: see emulator/emu.h
 WRONG_VALUES, STOPPED = 1, 3  # exit statuses: the program's own check, and the emulator's
 
 # Fault: the build that finds it with every seed, and what it says.
-UNORDERED = r"race: \w+ (of|to) (shared|global) .* is not ordered after the (read|write) by"
+UNORDERED = r"race: [\w ]+ (of|to) (shared|global) .* is not ordered after the (read|write) by"
 LANES = r"race within the warp: .* no __syncwarp between"
 NEVER_WRITTEN = r"read of shared .* which nobody has written"
 IN_FLIGHT = r"read of shared \S+ \(dynamic \S+\) while the asynchronous copy of thread \d+ is in flight"
-UNWAITED = r"race: \w+ (of|to) shared .* without waiting for the mbarrier of the copy that wrote it"
+UNWAITED = r"race: [\w ]+ (of|to) shared .* without waiting for the mbarrier of the copy that wrote it"
 FAULTS = {
     # single steps
     ("ops", "lanes_no_sync"): ("race", f"{LANES}|{NEVER_WRITTEN}"),
     ("ops", "last_block_no_fence_before"): ("race", UNORDERED),
     ("ops", "last_block_no_fence_after"): ("race", UNORDERED),
-    ("ops", "wgmma_no_proxy_fence"): ("plain", r"wgmma reads shared .* without fence.proxy.async"),
+    ("ops", "wgmma_no_proxy_fence"): ("plain", r"wgmma read of shared .* without fence.proxy.async"),
+    ("ops", "tensor_copy_no_proxy_fence"): ("plain", r"tensor store read of shared .* without fence.proxy.async"),
     ("ops", "barrier_too_large"): ("plain", r"deadlock .*\n.*warp 0 lanes ffffffff: barrier 1"),
     ("ops", "diverge"): ("plain", r"lanes diverge: .* at (ldmatrix|__syncwarp) .* wait at (ldmatrix|__syncwarp)"),
     ("ops", "spin"): ("plain", r"deadlock .*\n.*polling loop"),

@@ -187,6 +187,52 @@ template <bool FENCE> bool wgmma_right() {
   return true;
 }
 
+// ---------------------------------------------------------------- tensor copies
+// Loads boxes of 64 x ROWS at every other coordinate and stores them elsewhere, one box after the other.
+constexpr int ROWS = 12;
+template <bool FENCE> void k_tensor_copy(const __grid_constant__ ptx::TensorMap from, ptx::TensorMap to, int inner,
+                                         int outer) {
+  DYNAMIC_SHARED(smem);
+  STATIC_SHARED(uint64_t, full, 1);
+  const uint32_t box = ptx::smem_addr(smem), bar = ptx::smem_addr(full);
+  ptx::mbar_init(bar, 1);
+  ptx::mbar_init_fence();
+  ptx::mbar_arrive_expect(bar, ROWS * 128);
+  ptx::tensor_load_2d(box, &from, inner, outer, bar);
+  ptx::mbar_wait(bar, 0);
+  ptx::store_shared(box, ptx::load_shared<uint32_t>(box) ^ 0x10001u);
+  if (FENCE) ptx::fence_proxy_async();
+  ptx::tensor_store_2d(&to, inner, outer, box);
+  ptx::bulk_commit();
+  ptx::bulk_wait<0>();
+}
+template <bool FENCE> bool tensor_copy(int inner, int outer) {
+  constexpr int COLUMNS = 77, STRIDE = 88, MATRIX_ROWS = 21;
+  std::vector<uint16_t> from(STRIDE * MATRIX_ROWS), to(from.size(), 0xffff);
+  for (uint16_t& v : from) v = uint16_t(rng() | 1);
+  ptx::TensorMap maps[2];
+  EXPECT(tensor_map_2d(&maps[0], from.data(), COLUMNS, MATRIX_ROWS, STRIDE * 2, ROWS) == cudaSuccess);
+  EXPECT(tensor_map_2d(&maps[1], to.data(), COLUMNS, MATRIX_ROWS, STRIDE * 2, ROWS) == cudaSuccess);
+  launch(k_tensor_copy<FENCE>, 1, 1, ROWS * 128, nullptr, maps[0], maps[1], inner, outer);
+  for (int r = 0; r < MATRIX_ROWS; ++r)
+    for (int c = 0; c < STRIDE; ++c) {
+      const bool copied = c < COLUMNS && c >= inner && c < inner + 64 && r >= outer && r < outer + ROWS;
+      const int change = r == outer && (c == inner || c == inner + 1);  // by k_tensor_copy itself
+      if (to[r * STRIDE + c] != (copied ? from[r * STRIDE + c] ^ change : 0xffff)) return false;
+    }
+  return true;
+}
+static void check_tensor_maps() {
+  alignas(16) uint16_t memory[64];
+  ptx::TensorMap map;
+  const auto accepts = [&](const void* base, uint64_t inner, uint64_t outer, uint64_t stride, uint32_t box_rows) {
+    return tensor_map_2d(&map, base, inner, outer, stride, box_rows) == cudaSuccess;
+  };
+  EXPECT(accepts(memory, 7, 4, 16, 256));
+  EXPECT(!accepts(memory + 1, 7, 4, 16, 8) && !accepts(memory, 7, 4, 18, 8));
+  EXPECT(!accepts(memory, 7, 4, 16, 257) && !accepts(memory, 7, 4, 16, 0) && !accepts(memory, 7, 0, 16, 8));
+}
+
 // ---------------------------------------------------------------- arithmetic
 static void check_half_arithmetic() {
   for (int i = 0; i < 100000; ++i) {  // one rounding, against an exact sum
@@ -314,23 +360,23 @@ int main(int argc, char** argv) {
     static int flag = 0;
     static uint4 src[32] = {};
     emu::options.seed = uint32_t(std::atoi(argv[2]));
-    return run_by_name(
-        {{"lanes", lanes<true>},
-         {"lanes_no_sync", lanes<false>},
-         {"last_block", last_block<3>},
-         {"last_block_no_fence_before", last_block<2>},
-         {"last_block_no_fence_after", last_block<1>},
-         {"mailbox", mailbox<true>},
-         {"mailbox_no_wait", mailbox<false>},
-         {"wgmma", wgmma_right<true>},
-         {"wgmma_no_proxy_fence", wgmma_right<false>},
-         {"barrier_too_large", [] { return run_warps<k_barrier_too_large>(64, 0); }},
-         {"diverge", [] { return run_warps<k_diverge>(32, 0); }},
-         {"spin", [] { return run_warps<k_spin>(32, 0, &flag); }},
-         {"no_commit", [] { return run_warps<k_no_commit>(32, 1024, src); }},
-         {"misaligned", [] { return run_warps<k_misaligned>(32, 1024, src); }},
-         {"bad_metadata", [] { return run_warps<k_bad_metadata>(32, 0); }}},
-        argv[1]);
+    return run_by_name({{"lanes", lanes<true>},
+                        {"lanes_no_sync", lanes<false>},
+                        {"last_block", last_block<3>},
+                        {"last_block_no_fence_before", last_block<2>},
+                        {"last_block_no_fence_after", last_block<1>},
+                        {"mailbox", mailbox<true>},
+                        {"mailbox_no_wait", mailbox<false>},
+                        {"wgmma", wgmma_right<true>},
+                        {"wgmma_no_proxy_fence", wgmma_right<false>},
+                        {"tensor_copy_no_proxy_fence", [] { return tensor_copy<false>(0, 0); }},
+                        {"barrier_too_large", [] { return run_warps<k_barrier_too_large>(64, 0); }},
+                        {"diverge", [] { return run_warps<k_diverge>(32, 0); }},
+                        {"spin", [] { return run_warps<k_spin>(32, 0, &flag); }},
+                        {"no_commit", [] { return run_warps<k_no_commit>(32, 1024, src); }},
+                        {"misaligned", [] { return run_warps<k_misaligned>(32, 1024, src); }},
+                        {"bad_metadata", [] { return run_warps<k_bad_metadata>(32, 0); }}},
+                       argv[1]);
   }
   for (emu::options.seed = 0; emu::options.seed < 6; ++emu::options.seed) {
     check_mma<half>();
@@ -346,6 +392,8 @@ int main(int argc, char** argv) {
     check_cp_async<8>();
     check_cp_async<16>();
     EXPECT(wgmma_right<true>());
+    for (int inner : {0, 8, 64, 77, -64})
+      for (int outer : {0, 10, 21, -3}) EXPECT(tensor_copy<true>(inner, outer));
     EXPECT(lanes<true>() && last_block<3>() && mailbox<true>());
     int errors = 0, out = 0;
     launch(k_warp, 1, 32, 0, nullptr, &errors);
@@ -355,5 +403,6 @@ int main(int argc, char** argv) {
   check_half_arithmetic();
   check_bf16_arithmetic();
   check_bits();
+  check_tensor_maps();
   return failures != 0;
 }

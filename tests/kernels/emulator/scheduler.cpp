@@ -182,6 +182,8 @@ void release_barrier(Block& b, Barrier& bar) {
   for (auto& g : f.cp_async_groups)
     if (!g.empty()) fail("the thread ends with a cp.async group never waited for");
   if (!f.cp_async_open.empty()) fail("the thread ends with a cp.async never committed");
+  if (!f.stores_open.empty()) fail("the thread ends with a tensor store never committed");
+  if (!f.store_groups.empty()) fail("the thread ends with a tensor store never waited for");
   if (!w.wgmma_open.empty() || !w.wgmma_groups.empty()) fail("the thread ends with wgmma never waited for");
   w.exited |= 1u << f.lane;
   w.ready &= ~(1u << f.lane);

@@ -57,12 +57,26 @@ struct BulkCopy {
   uint32_t bar, bytes;
   unsigned thread;
 };
+struct TensorStore {
+  struct Part {
+    uint32_t src;
+    char* dst;
+    unsigned bytes;
+    char data[16];  // once it has been read
+  };
+  std::vector<Part> parts;
+  Clock time;  // of the issue
+  bool read = false;
+};
 struct Fiber : Thread {
   void* stack_pointer = nullptr;
   char* stack = nullptr;
   const char* waits_for = "start";
   std::vector<Copy> cp_async_open;
   std::deque<std::vector<Copy>> cp_async_groups;
+  std::vector<TensorStore> stores_open;
+  std::deque<std::vector<TensorStore>> store_groups;
+  uint32_t proxy_fenced = 0;  // its warp's clock at the last fence.proxy.async
 };
 struct Meeting {  // lanes on their way to a warp-wide instruction
   const char* name;
@@ -95,6 +109,7 @@ struct Accumulator {  // of one lane; its registers are poisoned until the last 
 // ---------------------------------------------------------------- shared memory
 constexpr uint8_t NOBODY = 255;   // no agent
 constexpr uint8_t ALL_LANES = 32;
+enum class Use : uint8_t { READ, WRITE, WGMMA, TENSOR_STORE };  // the last two read asynchronously
 struct Granule {
   bool valid = false;
   uint8_t writer = NOBODY;  // agent
@@ -103,6 +118,7 @@ struct Granule {
   // Between lanes of one warp: epochs end at __syncwarp and at barriers.
   uint32_t epoch = 0, read_epoch = 0;
   uint8_t lane = ALL_LANES, read_lane = ALL_LANES, read_warp = NOBODY;
+  Use last_read = Use::READ;
 };
 
 struct Warp {
@@ -115,14 +131,11 @@ struct Warp {
   std::vector<Meeting> meetings;
   Clock time;
   uint32_t epoch = 1;
-  uint32_t proxy_fenced = 0;  // own clock at the last fence.proxy.async
   bool wgmma_fenced = false;
   std::vector<WgmmaInFlight> wgmma_open;
   std::deque<std::vector<WgmmaInFlight>> wgmma_groups;
   std::unordered_map<float*, Accumulator> accumulators;
 };
-
-enum class Use { READ, WRITE, ASYNC_READ };
 
 struct Block {
   dim3 index;
@@ -146,7 +159,7 @@ struct Block {
 
   void allow(uint32_t at, uint32_t bytes);
   void forbid(uint32_t at, uint32_t bytes);
-  // Checks an access to shared memory and remembers it. `time` is the warp's, or that of a wgmma's issue.
+  // Checks an access to shared memory and remembers it. `time` is the warp's, or that of the instruction's issue.
   void access(uint32_t at, uint32_t bytes, Use use, const Warp& warp, const Clock& time, uint8_t lane);
   void start_copy(const Copy& copy, unsigned thread, const Warp& warp);
   void finish_copy(const Copy& copy, unsigned agent, uint32_t clock, uint8_t lane, uint32_t epoch);
@@ -167,6 +180,7 @@ bool is_stack(const void* p);
 
 // ---------------------------------------------------------------- what one source offers another
 void finish_bulk_copy(Block& block, const BulkCopy& copy);
+void observe_global_write(const void* p, size_t n);  // by an asynchronous copy of this block
 void forget_global();  // at the start of a grid
 // The 128-byte swizzle of tensor copies and wgmma: bits 4 to 6 of an address, xor bits 7 to 9.
 inline uint32_t swizzle128(uint32_t address) { return address ^ (address >> 7 & 7) << 4; }
