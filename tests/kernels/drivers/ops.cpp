@@ -188,10 +188,10 @@ template <bool FENCE> bool wgmma_right() {
 }
 
 // ---------------------------------------------------------------- tensor copies
-// Loads boxes of 64 x ROWS at every other coordinate and stores them elsewhere, one box after the other.
+// Copies one box and changes its first two elements.
 constexpr int ROWS = 12;
-template <bool FENCE> void k_tensor_copy(const __grid_constant__ ptx::TensorMap from, ptx::TensorMap to, int inner,
-                                         int outer) {
+template <bool FENCE> void k_tensor_copy(const __grid_constant__ ptx::TensorMap from,
+                                         const __grid_constant__ ptx::TensorMap to, int inner, int outer) {
   DYNAMIC_SHARED(smem);
   STATIC_SHARED(uint64_t, full, 1);
   const uint32_t box = ptx::smem_addr(smem), bar = ptx::smem_addr(full);
@@ -217,7 +217,7 @@ template <bool FENCE> bool tensor_copy(int inner, int outer) {
   for (int r = 0; r < MATRIX_ROWS; ++r)
     for (int c = 0; c < STRIDE; ++c) {
       const bool copied = c < COLUMNS && c >= inner && c < inner + 64 && r >= outer && r < outer + ROWS;
-      const int change = r == outer && (c == inner || c == inner + 1);  // by k_tensor_copy itself
+      const int change = r == outer && (c == inner || c == inner + 1);
       if (to[r * STRIDE + c] != (copied ? from[r * STRIDE + c] ^ change : 0xffff)) return false;
     }
   return true;
@@ -324,6 +324,25 @@ template <bool WAIT> bool mailbox() {
   return out.x == 1 && out.w == 4;
 }
 
+// May begin while the grid that writes `in` still runs. WAIT: 0 never, 1 where it should, 2 after the read, 3 by a
+// thread that the reader does not wait for.
+template <int WAIT> void k_early(const uint4* in, uint4* out) {
+  if (threadIdx.x == 0 && WAIT % 2) ptx::pdl_wait();
+  if (WAIT == 1) __syncthreads();
+  if (threadIdx.x != 32) return;
+  const uint4 v = ptx::load_relaxed(in);
+  if (WAIT == 2) ptx::pdl_wait();
+  if (WAIT) *out = v;
+}
+template <int WAIT> bool early() {
+  const uint4 in{1, 2, 3, 4};
+  uint4 out{};
+  emu::earlier_grid_writes(&in, WAIT ? sizeof in : 0);
+  launch_early(k_early<WAIT>, 1, 64, 0, nullptr, &in, &out);
+  cudaDeviceSynchronize();
+  return out.w == 4;
+}
+
 void k_barrier_too_large() {
   if (threadIdx.x < 32) ptx::bar_sync(1, 64);
 }
@@ -370,6 +389,9 @@ int main(int argc, char** argv) {
                         {"wgmma", wgmma_right<true>},
                         {"wgmma_no_proxy_fence", wgmma_right<false>},
                         {"tensor_copy_no_proxy_fence", [] { return tensor_copy<false>(0, 0); }},
+                        {"early_never_waits", early<0>},
+                        {"early_waits_late", early<2>},
+                        {"early_waits_elsewhere", early<3>},
                         {"barrier_too_large", [] { return run_warps<k_barrier_too_large>(64, 0); }},
                         {"diverge", [] { return run_warps<k_diverge>(32, 0); }},
                         {"spin", [] { return run_warps<k_spin>(32, 0, &flag); }},
@@ -394,7 +416,7 @@ int main(int argc, char** argv) {
     EXPECT(wgmma_right<true>());
     for (int inner : {0, 8, 64, 77, -64})
       for (int outer : {0, 10, 21, -3}) EXPECT(tensor_copy<true>(inner, outer));
-    EXPECT(lanes<true>() && last_block<3>() && mailbox<true>());
+    EXPECT(early<1>() && lanes<true>() && last_block<3>() && mailbox<true>());
     int errors = 0, out = 0;
     launch(k_warp, 1, 32, 0, nullptr, &errors);
     launch(k_named_barrier, 1, 96, 0, nullptr, &out);

@@ -39,6 +39,7 @@ void cp_async(uint32_t dst, const void* src, unsigned bytes, unsigned src_bytes)
     fail("misaligned cp.async: shared 0x%x, global %p, %u bytes", dst, src, bytes);
   if (src_bytes > bytes) fail("cp.async: source size %u above %u", src_bytes, bytes);
   const Copy copy{dst, static_cast<const char*>(src), bytes, src_bytes};
+  check_earlier_grids(src, src_bytes, false);
   this_block().start_copy(copy, self->linear, this_warp());
   this_fiber().cp_async_open.push_back(copy);
 }
@@ -109,13 +110,18 @@ void mbar_wait(uint32_t at, uint32_t parity) {
 
 // ---------------------------------------------------------------- bulk and tensor copies
 static void start_bulk_copy(BulkCopy&& copy) {
-  for (const Copy& part : copy.parts) this_block().start_copy(part, copy.thread, this_warp());
+  for (const Copy& part : copy.parts) {
+    check_earlier_grids(part.src, part.src_bytes, false);
+    this_block().start_copy(part, copy.thread, this_warp());
+  }
+  copy.earlier_grids = this_warp().time.t[EARLIER_GRIDS];
   this_block().bulk_copies.push_back(std::move(copy));
 }
 void finish_bulk_copy(Block& b, const BulkCopy& copy) {
   MBarrier& m = b.mbarriers.at(copy.bar);
   const uint32_t time = ++m.time.t[m.agent];
   for (const Copy& part : copy.parts) b.finish_copy(part, m.agent, time, ALL_LANES, 0);
+  m.time.t[EARLIER_GRIDS] = std::max(m.time.t[EARLIER_GRIDS], copy.earlier_grids);
   m.pending_bytes -= copy.bytes;
   complete_phase_if_due(m);
 }
@@ -123,7 +129,7 @@ void bulk_load(uint32_t dst, const void* src, uint32_t bytes, uint32_t bar) {
   if (dst % 16 || bytes % 16 || reinterpret_cast<uintptr_t>(src) % 16)
     fail("misaligned bulk copy: shared 0x%x, global %p, %u bytes", dst, src, bytes);
   mbarrier(bar);
-  start_bulk_copy({{{dst, static_cast<const char*>(src), bytes, bytes}}, bar, bytes, self->linear});
+  start_bulk_copy({{{dst, static_cast<const char*>(src), bytes, bytes}}, bar, bytes, self->linear, 0});
 }
 // The 16-byte chunks of a box, which keep together in the swizzle: their place in shared memory and the bytes of global
 // memory behind it, fewer or none where the box leaves the matrix.
@@ -144,7 +150,7 @@ template <class F> static void for_each_chunk(const TensorMap& map, int inner, i
 
 const char* tensor_load(uint32_t dst, const TensorMap& map, int inner, int outer, uint32_t bar) {
   mbarrier(bar);
-  BulkCopy copy{{}, bar, 128 * map.box_rows, self->linear};
+  BulkCopy copy{{}, bar, 128 * map.box_rows, self->linear, 0};
   const char* bad = nullptr;
   for_each_chunk(map, inner, outer, dst, [&](uint32_t at, const char* src, unsigned bytes) {
     copy.parts.push_back({at, src, 16, bytes});
@@ -167,6 +173,7 @@ char* tensor_store(const TensorMap& map, int inner, int outer, uint32_t src) {
   char* bad = nullptr;
   for_each_chunk(map, inner, outer, src, [&](uint32_t at, char* dst, unsigned bytes) {
     if (bytes) store.parts.push_back({at, dst, bytes, {}});
+    check_earlier_grids(dst, bytes, true);
     if (!bad) bad = const_cast<char*>(first_poisoned(dst, bytes));
   });
   check_store(store);

@@ -59,6 +59,7 @@ struct {
   unsigned last = 0;         // the warp that round robin chose last
   uint64_t random = 1;
   unsigned idle_rounds = 0;
+  bool early = false, pdl_waited = false;
   char* stack_region = nullptr;
   size_t stacks_used = 0;
   std::vector<char*> free_stacks, free_arenas;
@@ -254,6 +255,7 @@ std::unique_ptr<Block> start_block(dim3 grid, dim3 shape, dim3 index, size_t dyn
     w->block = b.get();
     w->id = i;
     w->time.t[i] = 1;
+    w->time.t[EARLIER_GRIDS] = !state.early;
     w->priority = random32();
     if (options.seed) {
       w->rotate = random32() % 32;
@@ -296,7 +298,7 @@ void end_block(std::unique_ptr<Block>& b) {
 
 }  // namespace
 
-void run_grid(dim3 grid, dim3 block, size_t dynamic_shared, const std::function<void()>& kernel) {
+void run_grid(dim3 grid, dim3 block, size_t dynamic_shared, bool early, const std::function<void()>& kernel) {
   const uint64_t total = uint64_t(grid.x) * grid.y * grid.z;
   const unsigned threads = block.x * block.y * block.z;
   if (total == 0 || threads == 0) fail("an empty grid or block");
@@ -306,7 +308,9 @@ void run_grid(dim3 grid, dim3 block, size_t dynamic_shared, const std::function<
   state.random = 0x9e3779b97f4a7c15ull * (options.seed + 1);
   state.kernel = &kernel;
   state.idle_rounds = 0;
-  forget_global();
+  state.early = early;
+  state.pdl_waited = false;
+  begin_grid(early);
   std::vector<std::unique_ptr<Block>> live;
   for (uint64_t next = 0; next < total || !live.empty();) {
     for (; next < total && live.size() < options.window; ++next) {
@@ -318,6 +322,12 @@ void run_grid(dim3 grid, dim3 block, size_t dynamic_shared, const std::function<
       if (b->live == 0) end_block(b);
     std::erase(live, nullptr);
   }
+  if (early && !state.pdl_waited) fail("a grid launched early ends without pdl_wait");
+}
+
+void pdl_wait() {
+  this_warp().time.t[EARLIER_GRIDS] = 1;
+  state.pdl_waited = true;
 }
 
 void fail(const char* format, ...) {

@@ -7,6 +7,7 @@
 #include <map>
 #include <memory>
 #include <unordered_map>
+#include <unordered_set>
 #include <vector>
 
 #include "emu.h"
@@ -20,7 +21,8 @@ __attribute__((weak)) void* __asan_region_is_poisoned(void*, size_t);
 
 namespace emu {
 
-constexpr unsigned MAX_WARPS = 32, MAX_MBARS = 64, AGENTS = MAX_WARPS + MAX_MBARS, NAMED_BARRIERS = 16;
+constexpr unsigned MAX_WARPS = 32, MAX_MBARS = 64, NAMED_BARRIERS = 16;
+constexpr unsigned EARLIER_GRIDS = MAX_WARPS + MAX_MBARS, AGENTS = EARLIER_GRIDS + 1;
 // A block's shared memory lies in an arena: nothing at address 0, the dynamic part, then the static arrays.
 constexpr unsigned ARENA = 256 * 1024, DYNAMIC_AT = 1024, MAX_DYNAMIC = 227 * 1024, MAX_STATIC = 16 * 1024;
 constexpr unsigned GRANULE = 2;  // bytes of shared memory watched as one
@@ -33,7 +35,8 @@ inline void unpoison(const void* p, size_t n) {
 }
 
 // ---------------------------------------------------------------- time
-// Vector clock within a block. Agents are its warps, then the copy engine behind each mbarrier.
+// Vector clock within a block. Agents are its warps, then the copy engine behind each mbarrier, then all earlier grids,
+// whose time is 1 where they are known to have ended.
 struct Clock {
   uint32_t t[AGENTS] = {};
   void join(const Clock& other) {
@@ -56,6 +59,7 @@ struct BulkCopy {
   std::vector<Copy> parts;
   uint32_t bar, bytes;
   unsigned thread;
+  uint32_t earlier_grids;  // their time when it was issued
 };
 struct TensorStore {
   struct Part {
@@ -181,7 +185,9 @@ bool is_stack(const void* p);
 // ---------------------------------------------------------------- what one source offers another
 void finish_bulk_copy(Block& block, const BulkCopy& copy);
 void observe_global_write(const void* p, size_t n);  // by an asynchronous copy of this block
-void forget_global();  // at the start of a grid
+// Fails if this thread may not touch global memory because earlier grids may still run.
+void check_earlier_grids(const void* p, size_t n, bool write);
+void begin_grid(bool early);
 // The 128-byte swizzle of tensor copies and wgmma: bits 4 to 6 of an address, xor bits 7 to 9.
 inline uint32_t swizzle128(uint32_t address) { return address ^ (address >> 7 & 7) << 4; }
 
