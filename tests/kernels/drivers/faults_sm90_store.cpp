@@ -23,7 +23,7 @@ template <class C, F FAULT = F::NONE> bool solve(int M, int N, int blocks) {
   launch(k_copy, 2, 64, 0, nullptr, tokens.data(), x.data(), int(x.size()));
   const StoreArgs args{w.data(), sums.data(), M};
   for (int i = 0; i < 2; ++i)
-    launch_early(store_sm90<C, FAULT>, blocks, C::THREADS, C::SHARED, nullptr, args, x_map, y_map);
+    launch_early(1, store_sm90<C, FAULT>, blocks, C::THREADS, C::SHARED, nullptr, args, x_map, y_map);
   cudaDeviceSynchronize();
   double total = 0, expected_total = 0;
   for (float s : sums) total += s;

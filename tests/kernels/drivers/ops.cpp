@@ -338,9 +338,32 @@ template <int WAIT> bool early() {
   const uint4 in{1, 2, 3, 4};
   uint4 out{};
   emu::earlier_grid_writes(&in, WAIT ? sizeof in : 0);
-  launch_early(k_early<WAIT>, 1, 64, 0, nullptr, &in, &out);
+  launch_early(1, k_early<WAIT>, 1, 64, 0, nullptr, &in, &out);
   cudaDeviceSynchronize();
   return out.w == 4;
+}
+
+// Blocks read each other's shared memory. FAULT: 1 before it is written, 2 until it is gone, 3 until it is overwritten.
+template <int FAULT> void k_cluster(float* out) {
+  DYNAMIC_SHARED(smem);
+  const uint32_t mine = ptx::smem_addr(smem) + threadIdx.x * 16;
+  const float v = float(blockIdx.x * 64 + threadIdx.x);
+  ptx::store_shared(mine, make_float4(v, v, v, v));
+  ptx::pdl_wait();
+  if (FAULT != 1) ptx::cluster_sync();
+  float sum = 0;
+  for (int rank = 0; rank < 4; ++rank) sum += ptx::load_cluster(mine, rank).w;
+  if (FAULT == 3) ptx::store_shared(mine, make_float4(0, 0, 0, 0));
+  if (FAULT != 2) ptx::cluster_sync();
+  out[blockIdx.x * 64 + threadIdx.x] = sum;
+}
+template <int FAULT> bool cluster() {
+  std::vector<float> out(8 * 64);
+  launch_early(4, k_cluster<FAULT>, 8, 64, 1024, nullptr, out.data());
+  cudaDeviceSynchronize();
+  for (int i = 0; i < 8 * 64; ++i)
+    if (out[i] != float(4 * (i / 256 * 256 + i % 64) + 6 * 64)) return false;
+  return true;
 }
 
 void k_barrier_too_large() {
@@ -392,6 +415,9 @@ int main(int argc, char** argv) {
                         {"early_never_waits", early<0>},
                         {"early_waits_late", early<2>},
                         {"early_waits_elsewhere", early<3>},
+                        {"cluster_no_sync_before", cluster<1>},
+                        {"cluster_no_sync_after", cluster<2>},
+                        {"cluster_overwritten", cluster<3>},
                         {"barrier_too_large", [] { return run_warps<k_barrier_too_large>(64, 0); }},
                         {"diverge", [] { return run_warps<k_diverge>(32, 0); }},
                         {"spin", [] { return run_warps<k_spin>(32, 0, &flag); }},
@@ -416,7 +442,7 @@ int main(int argc, char** argv) {
     EXPECT(wgmma_right<true>());
     for (int inner : {0, 8, 64, 77, -64})
       for (int outer : {0, 10, 21, -3}) EXPECT(tensor_copy<true>(inner, outer));
-    EXPECT(early<1>() && lanes<true>() && last_block<3>() && mailbox<true>());
+    EXPECT(early<1>() && cluster<0>() && lanes<true>() && last_block<3>() && mailbox<true>());
     int errors = 0, out = 0;
     launch(k_warp, 1, 32, 0, nullptr, &errors);
     launch(k_named_barrier, 1, 96, 0, nullptr, &out);

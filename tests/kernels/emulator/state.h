@@ -113,6 +113,12 @@ struct Accumulator {  // of one lane; its registers are poisoned until the last 
 // ---------------------------------------------------------------- shared memory
 constexpr uint8_t NOBODY = 255;   // no agent
 constexpr uint8_t ALL_LANES = 32;
+struct Cluster {               // of blocks
+  std::vector<Block*> blocks;  // null when they have ended
+  unsigned arrived = 0;        // threads in cluster_sync
+  uint32_t phase = 1;          // one more after each cluster_sync
+};
+
 enum class Use : uint8_t { READ, WRITE, WGMMA, TENSOR_STORE };  // the last two read asynchronously
 struct Granule {
   bool valid = false;
@@ -156,6 +162,12 @@ struct Block {
   std::vector<Granule> granules;
   std::vector<uint32_t> reads;  // [granule][warp]: the reader's clock
 
+  std::shared_ptr<Cluster> cluster;
+  Barrier cluster_barrier;              // of this block's threads
+  Clock synced;                         // what the last cluster_sync has shown to the other blocks
+  std::vector<uint32_t> cluster_reads;  // [granule]: the phase of the last read by another block
+  uint32_t last_cluster_read = 0;
+
   uint32_t clock = 1;
   BlockClock seen;     // what has reached this block from others
   BlockClock pending;  // what relaxed accesses have read: seen after the next fence
@@ -165,6 +177,8 @@ struct Block {
   void forbid(uint32_t at, uint32_t bytes);
   // Checks an access to shared memory and remembers it. `time` is the warp's, or that of the instruction's issue.
   void access(uint32_t at, uint32_t bytes, Use use, const Warp& warp, const Clock& time, uint8_t lane);
+  // The same for another block of the cluster.
+  void cluster_read(uint32_t at, uint32_t bytes);
   void start_copy(const Copy& copy, unsigned thread, const Warp& warp);
   void finish_copy(const Copy& copy, unsigned agent, uint32_t clock, uint8_t lane, uint32_t epoch);
 
