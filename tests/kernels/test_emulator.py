@@ -12,22 +12,30 @@ from pathlib import Path
 import build
 import pytest
 
-DRIVERS = ("ops", "faults_sm80", "faults_sm90")
+DRIVERS = ("ops", "faults_sm80", "faults_sm90", "faults_sm90_store")
 SEEDS = (0, 1, 2)  # round robin, fixed priorities, random: see emulator/emu.h
 WRONG_VALUES, STOPPED = 1, 3  # exit statuses: the program's own check, and the emulator's
 
 # Fault: the build that finds it with every seed, and what it says.
-UNORDERED = r"race: \w+ (of|to) (shared|global) .* is not ordered after the (read|write) by"
+UNORDERED = r"race: [\w ]+ (of|to) (shared|global) .* is not ordered after the (read|write) by"
 LANES = r"race within the warp: .* no __syncwarp between"
 NEVER_WRITTEN = r"read of shared .* which nobody has written"
 IN_FLIGHT = r"read of shared \S+ \(dynamic \S+\) while the asynchronous copy of thread \d+ is in flight"
-UNWAITED = r"race: \w+ (of|to) shared .* without waiting for the mbarrier of the copy that wrote it"
+CHANGED_BY_COPY = rf"{IN_FLIGHT}|race: tensor store read of shared .* without waiting for the mbarrier"
+UNWAITED = r"race: [\w ]+ (of|to) shared .* without waiting for the mbarrier of the copy that wrote it"
 FAULTS = {
     # single steps
     ("ops", "lanes_no_sync"): ("race", f"{LANES}|{NEVER_WRITTEN}"),
     ("ops", "last_block_no_fence_before"): ("race", UNORDERED),
     ("ops", "last_block_no_fence_after"): ("race", UNORDERED),
-    ("ops", "wgmma_no_proxy_fence"): ("plain", r"wgmma reads shared .* without fence.proxy.async"),
+    ("ops", "wgmma_no_proxy_fence"): ("plain", r"wgmma read of shared .* without fence.proxy.async"),
+    ("ops", "tensor_copy_no_proxy_fence"): ("plain", r"tensor store read of shared .* without fence.proxy.async"),
+    ("ops", "early_never_waits"): ("plain", r"launched early ends without pdl_wait"),
+    ("ops", "early_waits_late"): ("plain", r"read of global .*, which an earlier grid writes, before pdl_wait"),
+    ("ops", "early_waits_elsewhere"): ("plain", r"read of global .*, which an earlier grid writes, before pdl_wait"),
+    ("ops", "cluster_no_sync_before"): ("plain", r"(read of block|write to shared) .* no cluster_sync between"),
+    ("ops", "cluster_no_sync_after"): ("plain", r"block ends after another block's read|which has ended"),
+    ("ops", "cluster_overwritten"): ("plain", r"write to shared .* after another block's read|read of block .* no"),
     ("ops", "barrier_too_large"): ("plain", r"deadlock .*\n.*warp 0 lanes ffffffff: barrier 1"),
     ("ops", "diverge"): ("plain", r"lanes diverge: .* at (ldmatrix|__syncwarp) .* wait at (ldmatrix|__syncwarp)"),
     ("ops", "spin"): ("plain", r"deadlock .*\n.*polling loop"),
@@ -58,6 +66,21 @@ FAULTS = {
     ("faults_sm90", "selector"): ("plain", r"wrong values"),
     ("faults_sm90", "no_wgmma_fence"): ("plain", r"wgmma without wgmma.fence"),
     ("faults_sm90", "no_init_sync"): ("plain", r"no mbarrier at|without a barrier after its initialization"),
+    # tensor stores out of a ring, launched early
+    ("faults_sm90_store", "no_proxy_fence"): ("plain", r"tensor store read of shared .* without fence.proxy.async"),
+    ("faults_sm90_store", "one_lane_fences"): ("plain", r"tensor store read of shared .* without fence.proxy.async"),
+    ("faults_sm90_store", "no_syncwarp"): ("plain", UNORDERED),
+    ("faults_sm90_store", "stage_early"): ("plain", UNORDERED),
+    ("faults_sm90_store", "no_staged_wait"): ("race", f"{CHANGED_BY_COPY}|{NEVER_WRITTEN}"),
+    ("faults_sm90_store", "release_early"): ("plain", r"is not ordered after the read by warp 9's tensor store"),
+    ("faults_sm90_store", "wait_one_short"): ("plain", CHANGED_BY_COPY),
+    ("faults_sm90_store", "no_empty_wait"): ("plain", r"more arrivals than its count"),
+    ("faults_sm90_store", "no_commit"): ("plain", r"tensor store never committed"),
+    ("faults_sm90_store", "no_final_wait"): ("plain", r"tensor store never waited for"),
+    ("faults_sm90_store", "box_overrun"): ("asan", r"heap-buffer-overflow(.*\n)+.*tensor_store_2d"),
+    ("faults_sm90_store", "x_before_pdl_wait"): ("race", r"read of global .* earlier grid writes, before pdl_wait"),
+    ("faults_sm90_store", "no_pdl_wait"): ("plain", r"write to global .* before pdl_wait"),
+    ("faults_sm90_store", "sums_before_pdl_wait"): ("race", r"write to global .* before pdl_wait"),
 }
 
 
@@ -90,7 +113,7 @@ def test_a_reader_that_does_not_wait_is_caught_by_some_seed(executables: dict[tu
     assert WRONG_VALUES in statuses
 
 
-@pytest.mark.parametrize("driver", ["faults_sm80", "faults_sm90"])
+@pytest.mark.parametrize("driver", DRIVERS[1:])
 @pytest.mark.parametrize("kind", build.BUILDS)
 def test_the_faulty_kernels_are_right_without_a_fault(
     driver: str, kind: str, executables: dict[tuple[str, str], Path]

@@ -8,7 +8,8 @@ using F = Sm90Fault;
 template <class C, F FAULT = F::NONE> bool solve(int M, int N, int K) {
   Problem p(M, N, K, C::WARPS);
   const dim3 grid(N / C::BLOCK_N, (M + C::BLOCK_M - 1) / C::BLOCK_M);
-  const emu::TensorMap x_map{p.x.data(), uint64_t(K), uint64_t(M), uint64_t(K) * 2, 64, C::BLOCK_M};
+  ptx::TensorMap x_map;
+  if (tensor_map_2d(&x_map, p.x.data(), K, M, K * 2, C::BLOCK_M) != cudaSuccess) return false;
   launch(w4_sm90<C, FAULT>, grid, C::THREADS, Sm90Layout<C>::bytes, nullptr, p.args(), x_map);
   return p.right();
 }

@@ -187,6 +187,52 @@ template <bool FENCE> bool wgmma_right() {
   return true;
 }
 
+// ---------------------------------------------------------------- tensor copies
+// Copies one box and changes its first two elements.
+constexpr int ROWS = 12;
+template <bool FENCE> void k_tensor_copy(const __grid_constant__ ptx::TensorMap from,
+                                         const __grid_constant__ ptx::TensorMap to, int inner, int outer) {
+  DYNAMIC_SHARED(smem);
+  STATIC_SHARED(uint64_t, full, 1);
+  const uint32_t box = ptx::smem_addr(smem), bar = ptx::smem_addr(full);
+  ptx::mbar_init(bar, 1);
+  ptx::mbar_init_fence();
+  ptx::mbar_arrive_expect(bar, ROWS * 128);
+  ptx::tensor_load_2d(box, &from, inner, outer, bar);
+  ptx::mbar_wait(bar, 0);
+  ptx::store_shared(box, ptx::load_shared<uint32_t>(box) ^ 0x10001u);
+  if (FENCE) ptx::fence_proxy_async();
+  ptx::tensor_store_2d(&to, inner, outer, box);
+  ptx::bulk_commit();
+  ptx::bulk_wait<0>();
+}
+template <bool FENCE> bool tensor_copy(int inner, int outer) {
+  constexpr int COLUMNS = 77, STRIDE = 88, MATRIX_ROWS = 21;
+  std::vector<uint16_t> from(STRIDE * MATRIX_ROWS), to(from.size(), 0xffff);
+  for (uint16_t& v : from) v = uint16_t(rng() | 1);
+  ptx::TensorMap maps[2];
+  EXPECT(tensor_map_2d(&maps[0], from.data(), COLUMNS, MATRIX_ROWS, STRIDE * 2, ROWS) == cudaSuccess);
+  EXPECT(tensor_map_2d(&maps[1], to.data(), COLUMNS, MATRIX_ROWS, STRIDE * 2, ROWS) == cudaSuccess);
+  launch(k_tensor_copy<FENCE>, 1, 1, ROWS * 128, nullptr, maps[0], maps[1], inner, outer);
+  for (int r = 0; r < MATRIX_ROWS; ++r)
+    for (int c = 0; c < STRIDE; ++c) {
+      const bool copied = c < COLUMNS && c >= inner && c < inner + 64 && r >= outer && r < outer + ROWS;
+      const int change = r == outer && (c == inner || c == inner + 1);
+      if (to[r * STRIDE + c] != (copied ? from[r * STRIDE + c] ^ change : 0xffff)) return false;
+    }
+  return true;
+}
+static void check_tensor_maps() {
+  alignas(16) uint16_t memory[64];
+  ptx::TensorMap map;
+  const auto accepts = [&](const void* base, uint64_t inner, uint64_t outer, uint64_t stride, uint32_t box_rows) {
+    return tensor_map_2d(&map, base, inner, outer, stride, box_rows) == cudaSuccess;
+  };
+  EXPECT(accepts(memory, 7, 4, 16, 256));
+  EXPECT(!accepts(memory + 1, 7, 4, 16, 8) && !accepts(memory, 7, 4, 18, 8));
+  EXPECT(!accepts(memory, 7, 4, 16, 257) && !accepts(memory, 7, 4, 16, 0) && !accepts(memory, 7, 0, 16, 8));
+}
+
 // ---------------------------------------------------------------- arithmetic
 static void check_half_arithmetic() {
   for (int i = 0; i < 100000; ++i) {  // one rounding, against an exact sum
@@ -278,6 +324,48 @@ template <bool WAIT> bool mailbox() {
   return out.x == 1 && out.w == 4;
 }
 
+// May begin while the grid that writes `in` still runs. WAIT: 0 never, 1 where it should, 2 after the read, 3 by a
+// thread that the reader does not wait for.
+template <int WAIT> void k_early(const uint4* in, uint4* out) {
+  if (threadIdx.x == 0 && WAIT % 2) ptx::pdl_wait();
+  if (WAIT == 1) __syncthreads();
+  if (threadIdx.x != 32) return;
+  const uint4 v = ptx::load_relaxed(in);
+  if (WAIT == 2) ptx::pdl_wait();
+  if (WAIT) *out = v;
+}
+template <int WAIT> bool early() {
+  const uint4 in{1, 2, 3, 4};
+  uint4 out{};
+  emu::earlier_grid_writes(&in, WAIT ? sizeof in : 0);
+  launch_early(1, k_early<WAIT>, 1, 64, 0, nullptr, &in, &out);
+  cudaDeviceSynchronize();
+  return out.w == 4;
+}
+
+// Blocks read each other's shared memory. FAULT: 1 before it is written, 2 until it is gone, 3 until it is overwritten.
+template <int FAULT> void k_cluster(float* out) {
+  DYNAMIC_SHARED(smem);
+  const uint32_t mine = ptx::smem_addr(smem) + threadIdx.x * 16;
+  const float v = float(blockIdx.x * 64 + threadIdx.x);
+  ptx::store_shared(mine, make_float4(v, v, v, v));
+  ptx::pdl_wait();
+  if (FAULT != 1) ptx::cluster_sync();
+  float sum = 0;
+  for (int rank = 0; rank < 4; ++rank) sum += ptx::load_cluster(mine, rank).w;
+  if (FAULT == 3) ptx::store_shared(mine, make_float4(0, 0, 0, 0));
+  if (FAULT != 2) ptx::cluster_sync();
+  out[blockIdx.x * 64 + threadIdx.x] = sum;
+}
+template <int FAULT> bool cluster() {
+  std::vector<float> out(8 * 64);
+  launch_early(4, k_cluster<FAULT>, 8, 64, 1024, nullptr, out.data());
+  cudaDeviceSynchronize();
+  for (int i = 0; i < 8 * 64; ++i)
+    if (out[i] != float(4 * (i / 256 * 256 + i % 64) + 6 * 64)) return false;
+  return true;
+}
+
 void k_barrier_too_large() {
   if (threadIdx.x < 32) ptx::bar_sync(1, 64);
 }
@@ -314,23 +402,29 @@ int main(int argc, char** argv) {
     static int flag = 0;
     static uint4 src[32] = {};
     emu::options.seed = uint32_t(std::atoi(argv[2]));
-    return run_by_name(
-        {{"lanes", lanes<true>},
-         {"lanes_no_sync", lanes<false>},
-         {"last_block", last_block<3>},
-         {"last_block_no_fence_before", last_block<2>},
-         {"last_block_no_fence_after", last_block<1>},
-         {"mailbox", mailbox<true>},
-         {"mailbox_no_wait", mailbox<false>},
-         {"wgmma", wgmma_right<true>},
-         {"wgmma_no_proxy_fence", wgmma_right<false>},
-         {"barrier_too_large", [] { return run_warps<k_barrier_too_large>(64, 0); }},
-         {"diverge", [] { return run_warps<k_diverge>(32, 0); }},
-         {"spin", [] { return run_warps<k_spin>(32, 0, &flag); }},
-         {"no_commit", [] { return run_warps<k_no_commit>(32, 1024, src); }},
-         {"misaligned", [] { return run_warps<k_misaligned>(32, 1024, src); }},
-         {"bad_metadata", [] { return run_warps<k_bad_metadata>(32, 0); }}},
-        argv[1]);
+    return run_by_name({{"lanes", lanes<true>},
+                        {"lanes_no_sync", lanes<false>},
+                        {"last_block", last_block<3>},
+                        {"last_block_no_fence_before", last_block<2>},
+                        {"last_block_no_fence_after", last_block<1>},
+                        {"mailbox", mailbox<true>},
+                        {"mailbox_no_wait", mailbox<false>},
+                        {"wgmma", wgmma_right<true>},
+                        {"wgmma_no_proxy_fence", wgmma_right<false>},
+                        {"tensor_copy_no_proxy_fence", [] { return tensor_copy<false>(0, 0); }},
+                        {"early_never_waits", early<0>},
+                        {"early_waits_late", early<2>},
+                        {"early_waits_elsewhere", early<3>},
+                        {"cluster_no_sync_before", cluster<1>},
+                        {"cluster_no_sync_after", cluster<2>},
+                        {"cluster_overwritten", cluster<3>},
+                        {"barrier_too_large", [] { return run_warps<k_barrier_too_large>(64, 0); }},
+                        {"diverge", [] { return run_warps<k_diverge>(32, 0); }},
+                        {"spin", [] { return run_warps<k_spin>(32, 0, &flag); }},
+                        {"no_commit", [] { return run_warps<k_no_commit>(32, 1024, src); }},
+                        {"misaligned", [] { return run_warps<k_misaligned>(32, 1024, src); }},
+                        {"bad_metadata", [] { return run_warps<k_bad_metadata>(32, 0); }}},
+                       argv[1]);
   }
   for (emu::options.seed = 0; emu::options.seed < 6; ++emu::options.seed) {
     check_mma<half>();
@@ -346,7 +440,9 @@ int main(int argc, char** argv) {
     check_cp_async<8>();
     check_cp_async<16>();
     EXPECT(wgmma_right<true>());
-    EXPECT(lanes<true>() && last_block<3>() && mailbox<true>());
+    for (int inner : {0, 8, 64, 77, -64})
+      for (int outer : {0, 10, 21, -3}) EXPECT(tensor_copy<true>(inner, outer));
+    EXPECT(early<1>() && cluster<0>() && lanes<true>() && last_block<3>() && mailbox<true>());
     int errors = 0, out = 0;
     launch(k_warp, 1, 32, 0, nullptr, &errors);
     launch(k_named_barrier, 1, 96, 0, nullptr, &out);
@@ -355,5 +451,6 @@ int main(int argc, char** argv) {
   check_half_arithmetic();
   check_bf16_arithmetic();
   check_bits();
+  check_tensor_maps();
   return failures != 0;
 }

@@ -39,6 +39,7 @@ void cp_async(uint32_t dst, const void* src, unsigned bytes, unsigned src_bytes)
     fail("misaligned cp.async: shared 0x%x, global %p, %u bytes", dst, src, bytes);
   if (src_bytes > bytes) fail("cp.async: source size %u above %u", src_bytes, bytes);
   const Copy copy{dst, static_cast<const char*>(src), bytes, src_bytes};
+  check_earlier_grids(src, src_bytes, false);
   this_block().start_copy(copy, self->linear, this_warp());
   this_fiber().cp_async_open.push_back(copy);
 }
@@ -109,13 +110,18 @@ void mbar_wait(uint32_t at, uint32_t parity) {
 
 // ---------------------------------------------------------------- bulk and tensor copies
 static void start_bulk_copy(BulkCopy&& copy) {
-  for (const Copy& part : copy.parts) this_block().start_copy(part, copy.thread, this_warp());
+  for (const Copy& part : copy.parts) {
+    check_earlier_grids(part.src, part.src_bytes, false);
+    this_block().start_copy(part, copy.thread, this_warp());
+  }
+  copy.earlier_grids = this_warp().time.t[EARLIER_GRIDS];
   this_block().bulk_copies.push_back(std::move(copy));
 }
 void finish_bulk_copy(Block& b, const BulkCopy& copy) {
   MBarrier& m = b.mbarriers.at(copy.bar);
   const uint32_t time = ++m.time.t[m.agent];
   for (const Copy& part : copy.parts) b.finish_copy(part, m.agent, time, ALL_LANES, 0);
+  m.time.t[EARLIER_GRIDS] = std::max(m.time.t[EARLIER_GRIDS], copy.earlier_grids);
   m.pending_bytes -= copy.bytes;
   complete_phase_if_due(m);
 }
@@ -123,32 +129,85 @@ void bulk_load(uint32_t dst, const void* src, uint32_t bytes, uint32_t bar) {
   if (dst % 16 || bytes % 16 || reinterpret_cast<uintptr_t>(src) % 16)
     fail("misaligned bulk copy: shared 0x%x, global %p, %u bytes", dst, src, bytes);
   mbarrier(bar);
-  start_bulk_copy({{{dst, static_cast<const char*>(src), bytes, bytes}}, bar, bytes, self->linear});
+  start_bulk_copy({{{dst, static_cast<const char*>(src), bytes, bytes}}, bar, bytes, self->linear, 0});
 }
-const void* tensor_load(uint32_t dst, const TensorMap& map, int inner, int outer, uint32_t bar) {
-  constexpr unsigned CHUNK = 16, ELEMENT = 2;  // bytes; a chunk keeps together in the swizzle
-  const unsigned box_row = map.box_inner * ELEMENT;
-  if (dst % 128) fail("tensor copy: shared 0x%x is not a multiple of 128", dst);
-  mbarrier(bar);
-  BulkCopy copy{{}, bar, box_row * map.box_outer, self->linear};
-  const void* bad = nullptr;
-  for (unsigned r = 0; r < map.box_outer; ++r)
-    for (unsigned c = 0; c < box_row; c += CHUNK) {
-      const int64_t row = int64_t(outer) + r, byte = int64_t(inner) * ELEMENT + c;
-      const int64_t row_end = int64_t(map.inner) * ELEMENT;
-      const bool inside = row >= 0 && row < int64_t(map.outer) && byte >= 0 && byte < row_end;
-      const char* src = inside ? static_cast<const char*>(map.base) + row * int64_t(map.row_bytes) + byte : nullptr;
-      const unsigned src_bytes = inside ? unsigned(std::min<int64_t>(CHUNK, row_end - byte)) : 0;
-      const uint32_t at = dst + r * box_row + c;
-      copy.parts.push_back({box_row == 128 ? swizzle128(at) : at, src, CHUNK, src_bytes});
-      if (!bad) bad = first_poisoned(src, src_bytes);
+// The 16-byte chunks of a box, which keep together in the swizzle: their place in shared memory and the bytes of global
+// memory behind it, fewer or none where the box leaves the matrix.
+template <class F> static void for_each_chunk(const TensorMap& map, int inner, int outer, uint32_t shared, F f) {
+  constexpr int CHUNK = 16, BOX_ROW = 128;
+  if (shared % BOX_ROW) fail("tensor copy: shared 0x%x is not a multiple of 128", shared);
+  const int64_t row_end = int64_t(map.inner) * 2;
+  for (int r = 0; r < int(map.box_rows); ++r)
+    for (int c = 0; c < BOX_ROW; c += CHUNK) {
+      const int64_t row = int64_t(outer) + r, byte = int64_t(inner) * 2 + c;
+      const int64_t skipped = std::max<int64_t>(-byte, 0), end = std::min<int64_t>(row_end - byte, CHUNK);
+      const bool inside = row >= 0 && row < int64_t(map.outer) && skipped < end;
+      if (inside && skipped) fail("tensor copy: an inner coordinate of %d is not modelled", inner);
+      char* global = static_cast<char*>(const_cast<void*>(map.base)) + row * int64_t(map.row_bytes) + byte;
+      f(swizzle128(shared + uint32_t(r * BOX_ROW + c)), inside ? global : nullptr, inside ? unsigned(end) : 0);
     }
+}
+
+const char* tensor_load(uint32_t dst, const TensorMap& map, int inner, int outer, uint32_t bar) {
+  mbarrier(bar);
+  BulkCopy copy{{}, bar, 128 * map.box_rows, self->linear, 0};
+  const char* bad = nullptr;
+  for_each_chunk(map, inner, outer, dst, [&](uint32_t at, const char* src, unsigned bytes) {
+    copy.parts.push_back({at, src, 16, bytes});
+    if (!bad) bad = first_poisoned(src, bytes);
+  });
   start_bulk_copy(std::move(copy));
   return bad;
 }
+
+// Reads shared memory in bulk_wait_read and writes global memory in bulk_wait, both as late as allowed. What is read
+// must be ordered before the issue, and must not change until it has been read.
+static void check_store(const TensorStore& store) {
+  for (const TensorStore::Part& p : store.parts)
+    this_block().access(p.src, p.bytes, Use::TENSOR_STORE, this_warp(), store.time, uint8_t(self->lane));
+}
+char* tensor_store(const TensorMap& map, int inner, int outer, uint32_t src) {
+  Warp& w = this_warp();
+  TensorStore& store = this_fiber().stores_open.emplace_back();
+  store.time = w.time;
+  char* bad = nullptr;
+  for_each_chunk(map, inner, outer, src, [&](uint32_t at, char* dst, unsigned bytes) {
+    if (bytes) store.parts.push_back({at, dst, bytes, {}});
+    check_earlier_grids(dst, bytes, true);
+    if (!bad) bad = const_cast<char*>(first_poisoned(dst, bytes));
+  });
+  check_store(store);
+  ++w.time.t[w.id];  // this warp's later writes come after the issue
+  return bad;
+}
+void bulk_commit() {
+  Fiber& f = this_fiber();
+  f.store_groups.push_back(std::move(f.stores_open));
+  f.stores_open.clear();
+}
+void bulk_wait_read(unsigned pending) {
+  auto& groups = this_fiber().store_groups;
+  for (size_t i = 0; i + pending < groups.size(); ++i)
+    for (TensorStore& store : groups[i]) {
+      if (store.read) continue;
+      check_store(store);
+      for (TensorStore::Part& p : store.parts) std::memcpy(p.data, this_block().arena + p.src, p.bytes);
+      store.read = true;
+    }
+}
+void bulk_wait(unsigned pending) {
+  bulk_wait_read(pending);
+  auto& groups = this_fiber().store_groups;
+  for (; groups.size() > pending; groups.pop_front())
+    for (const TensorStore& store : groups.front())
+      for (const TensorStore::Part& p : store.parts) {
+        observe_global_write(p.dst, p.bytes);
+        std::memcpy(p.dst, p.data, p.bytes);
+      }
+}
 void fence_proxy_async() {
   Warp& w = this_warp();
-  w.proxy_fenced = w.time.t[w.id]++;
+  this_fiber().proxy_fenced = w.time.t[w.id]++;
 }
 
 const char* first_poisoned(const void* p, size_t n) {

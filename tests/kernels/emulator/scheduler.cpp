@@ -59,6 +59,7 @@ struct {
   unsigned last = 0;         // the warp that round robin chose last
   uint64_t random = 1;
   unsigned idle_rounds = 0;
+  bool pdl_waited = false;
   char* stack_region = nullptr;
   size_t stacks_used = 0;
   std::vector<char*> free_stacks, free_arenas;
@@ -174,6 +175,30 @@ void release_barrier(Block& b, Barrier& bar) {
   bar = Barrier();
 }
 
+// The threads of a cluster that have not ended meet.
+void release_cluster_if_due(Cluster& c) {
+  unsigned live = 0;
+  for (Block* b : c.blocks) live += b ? b->live : 0;
+  if (c.arrived == 0 || c.arrived != live) return;
+  BlockClock seen;
+  uint32_t earlier_grids = 0;
+  for (Block* b : c.blocks) {
+    if (!b) continue;
+    b->seen[b->linear] = b->clock++;
+    join(seen, b->seen);
+    earlier_grids = std::max(earlier_grids, b->cluster_barrier.time.t[EARLIER_GRIDS]);
+  }
+  for (Block* b : c.blocks) {
+    if (!b) continue;
+    b->seen = seen;
+    b->cluster_barrier.time.t[EARLIER_GRIDS] = earlier_grids;
+    b->synced = b->cluster_barrier.time;
+    release_barrier(*b, b->cluster_barrier);
+  }
+  c.arrived = 0;
+  ++c.phase;
+}
+
 // ---------------------------------------------------------------- the life of a thread and of a block
 [[noreturn]] void end_thread() {
   Fiber& f = this_fiber();
@@ -182,12 +207,17 @@ void release_barrier(Block& b, Barrier& bar) {
   for (auto& g : f.cp_async_groups)
     if (!g.empty()) fail("the thread ends with a cp.async group never waited for");
   if (!f.cp_async_open.empty()) fail("the thread ends with a cp.async never committed");
+  if (!f.stores_open.empty()) fail("the thread ends with a tensor store never committed");
+  if (!f.store_groups.empty()) fail("the thread ends with a tensor store never waited for");
   if (!w.wgmma_open.empty() || !w.wgmma_groups.empty()) fail("the thread ends with wgmma never waited for");
   w.exited |= 1u << f.lane;
   w.ready &= ~(1u << f.lane);
   --b.live;
   progress();
+  release_cluster_if_due(*b.cluster);
   if (b.live == 0) {
+    if (b.last_cluster_read == b.cluster->phase)
+      fail("the block ends after another block's read of its shared memory, no cluster_sync between");
     if (!b.bulk_copies.empty()) fail("the block ends with a bulk copy in flight");
     switch_to(f, state.host, true);
   }
@@ -232,10 +262,15 @@ void give_stack(Fiber& f) {
   f.stack_pointer = top;
 }
 
-std::unique_ptr<Block> start_block(dim3 grid, dim3 shape, dim3 index, size_t dynamic) {
+std::unique_ptr<Block> start_block(const Launch& l, uint64_t linear, std::shared_ptr<Cluster> cluster) {
+  const dim3 grid = l.grid, shape = l.block;
+  const dim3 index(unsigned(linear % grid.x), unsigned(linear / grid.x % grid.y), unsigned(linear / grid.x / grid.y));
+  const size_t dynamic = l.dynamic_shared;
   auto b = std::make_unique<Block>();
   b->index = index;
-  b->linear = index.x + grid.x * (index.y + grid.y * index.z);
+  b->linear = unsigned(linear);
+  b->cluster = std::move(cluster);
+  b->cluster->blocks.push_back(b.get());
   b->live = shape.x * shape.y * shape.z;
   if (state.free_arenas.empty()) state.free_arenas.push_back(map_memory(ARENA));
   b->arena = state.free_arenas.back();
@@ -252,6 +287,7 @@ std::unique_ptr<Block> start_block(dim3 grid, dim3 shape, dim3 index, size_t dyn
     w->block = b.get();
     w->id = i;
     w->time.t[i] = 1;
+    w->time.t[EARLIER_GRIDS] = !l.early;
     w->priority = random32();
     if (options.seed) {
       w->rotate = random32() % 32;
@@ -281,6 +317,7 @@ std::unique_ptr<Block> start_block(dim3 grid, dim3 shape, dim3 index, size_t dyn
 }
 
 void end_block(std::unique_ptr<Block>& b) {
+  std::replace(b->cluster->blocks.begin(), b->cluster->blocks.end(), b.get(), static_cast<Block*>(nullptr));
   std::erase_if(state.warps, [&](Warp* w) { return w->block == b.get(); });
   for (auto& f : b->fibers) {
     unpoison(f->stack, STACK);
@@ -294,28 +331,37 @@ void end_block(std::unique_ptr<Block>& b) {
 
 }  // namespace
 
-void run_grid(dim3 grid, dim3 block, size_t dynamic_shared, const std::function<void()>& kernel) {
-  const uint64_t total = uint64_t(grid.x) * grid.y * grid.z;
-  const unsigned threads = block.x * block.y * block.z;
+void run_grid(const Launch& l, const std::function<void()>& kernel) {
+  const uint64_t total = uint64_t(l.grid.x) * l.grid.y * l.grid.z;
+  const unsigned threads = l.block.x * l.block.y * l.block.z, window = std::max(options.window, l.cluster);
   if (total == 0 || threads == 0) fail("an empty grid or block");
   if (threads > MAX_WARPS * 32) fail("%u threads per block, more than %u", threads, MAX_WARPS * 32);
-  if (dynamic_shared > MAX_DYNAMIC)
-    fail("%zu bytes of dynamic shared memory, more than %u", dynamic_shared, MAX_DYNAMIC);
+  if (l.dynamic_shared > MAX_DYNAMIC)
+    fail("%zu bytes of dynamic shared memory, more than %u", l.dynamic_shared, MAX_DYNAMIC);
+  if (l.cluster == 0 || l.cluster > 8 || l.grid.x % l.cluster)
+    fail("clusters of %u blocks in a grid of %u", l.cluster, l.grid.x);
   state.random = 0x9e3779b97f4a7c15ull * (options.seed + 1);
   state.kernel = &kernel;
   state.idle_rounds = 0;
-  forget_global();
+  state.pdl_waited = false;
+  begin_grid(l.early);
   std::vector<std::unique_ptr<Block>> live;
   for (uint64_t next = 0; next < total || !live.empty();) {
-    for (; next < total && live.size() < options.window; ++next) {
-      const dim3 index(unsigned(next % grid.x), unsigned(next / grid.x % grid.y), unsigned(next / grid.x / grid.y));
-      live.push_back(start_block(grid, block, index, dynamic_shared));
+    while (next < total && live.size() + l.cluster <= window) {
+      const auto cluster = std::make_shared<Cluster>();
+      for (unsigned i = 0; i < l.cluster; ++i) live.push_back(start_block(l, next++, cluster));
     }
     switch_to(state.host, choose_lane(choose_warp()));  // comes back when a block has ended
     for (auto& b : live)
       if (b->live == 0) end_block(b);
     std::erase(live, nullptr);
   }
+  if (l.early && !state.pdl_waited) fail("a grid launched early ends without pdl_wait");
+}
+
+void pdl_wait() {
+  this_warp().time.t[EARLIER_GRIDS] = 1;
+  state.pdl_waited = true;
 }
 
 void fail(const char* format, ...) {
@@ -409,6 +455,20 @@ static void arrive(unsigned id, unsigned count, bool waits) {
 }
 void bar_sync(unsigned id, unsigned count) { arrive(id, count, true); }
 void bar_arrive(unsigned id, unsigned count) { arrive(id, count, false); }
+void cluster_sync() {
+  Block& b = this_block();
+  Warp& w = this_warp();
+  Barrier& bar = b.cluster_barrier;
+  bar.time.join(w.time);
+  bar.waiting[w.id] |= 1u << self->lane;
+  bar.warps |= 1u << w.id;
+  ++b.cluster->arrived;
+  progress();
+  const uint32_t phase = b.cluster->phase;
+  release_cluster_if_due(*b.cluster);
+  if (b.cluster->phase != phase) reschedule(true);
+  else wait("cluster_sync");
+}
 void spin() {
   this_warp().spinning |= 1u << self->lane;
   wait("polling loop");

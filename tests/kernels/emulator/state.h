@@ -7,6 +7,7 @@
 #include <map>
 #include <memory>
 #include <unordered_map>
+#include <unordered_set>
 #include <vector>
 
 #include "emu.h"
@@ -20,7 +21,8 @@ __attribute__((weak)) void* __asan_region_is_poisoned(void*, size_t);
 
 namespace emu {
 
-constexpr unsigned MAX_WARPS = 32, MAX_MBARS = 64, AGENTS = MAX_WARPS + MAX_MBARS, NAMED_BARRIERS = 16;
+constexpr unsigned MAX_WARPS = 32, MAX_MBARS = 64, NAMED_BARRIERS = 16;
+constexpr unsigned EARLIER_GRIDS = MAX_WARPS + MAX_MBARS, AGENTS = EARLIER_GRIDS + 1;
 // A block's shared memory lies in an arena: nothing at address 0, the dynamic part, then the static arrays.
 constexpr unsigned ARENA = 256 * 1024, DYNAMIC_AT = 1024, MAX_DYNAMIC = 227 * 1024, MAX_STATIC = 16 * 1024;
 constexpr unsigned GRANULE = 2;  // bytes of shared memory watched as one
@@ -33,7 +35,8 @@ inline void unpoison(const void* p, size_t n) {
 }
 
 // ---------------------------------------------------------------- time
-// Vector clock within a block. Agents are its warps, then the copy engine behind each mbarrier.
+// Vector clock within a block. Agents are its warps, then the copy engine behind each mbarrier, then all earlier grids,
+// whose time is 1 where they are known to have ended.
 struct Clock {
   uint32_t t[AGENTS] = {};
   void join(const Clock& other) {
@@ -56,6 +59,18 @@ struct BulkCopy {
   std::vector<Copy> parts;
   uint32_t bar, bytes;
   unsigned thread;
+  uint32_t earlier_grids;  // their time when it was issued
+};
+struct TensorStore {
+  struct Part {
+    uint32_t src;
+    char* dst;
+    unsigned bytes;
+    char data[16];  // once it has been read
+  };
+  std::vector<Part> parts;
+  Clock time;  // of the issue
+  bool read = false;
 };
 struct Fiber : Thread {
   void* stack_pointer = nullptr;
@@ -63,6 +78,9 @@ struct Fiber : Thread {
   const char* waits_for = "start";
   std::vector<Copy> cp_async_open;
   std::deque<std::vector<Copy>> cp_async_groups;
+  std::vector<TensorStore> stores_open;
+  std::deque<std::vector<TensorStore>> store_groups;
+  uint32_t proxy_fenced = 0;  // its warp's clock at the last fence.proxy.async
 };
 struct Meeting {  // lanes on their way to a warp-wide instruction
   const char* name;
@@ -95,6 +113,13 @@ struct Accumulator {  // of one lane; its registers are poisoned until the last 
 // ---------------------------------------------------------------- shared memory
 constexpr uint8_t NOBODY = 255;   // no agent
 constexpr uint8_t ALL_LANES = 32;
+struct Cluster {               // of blocks
+  std::vector<Block*> blocks;  // null when they have ended
+  unsigned arrived = 0;        // threads in cluster_sync
+  uint32_t phase = 1;          // one more after each cluster_sync
+};
+
+enum class Use : uint8_t { READ, WRITE, WGMMA, TENSOR_STORE };  // the last two read asynchronously
 struct Granule {
   bool valid = false;
   uint8_t writer = NOBODY;  // agent
@@ -103,6 +128,7 @@ struct Granule {
   // Between lanes of one warp: epochs end at __syncwarp and at barriers.
   uint32_t epoch = 0, read_epoch = 0;
   uint8_t lane = ALL_LANES, read_lane = ALL_LANES, read_warp = NOBODY;
+  Use last_read = Use::READ;
 };
 
 struct Warp {
@@ -115,14 +141,11 @@ struct Warp {
   std::vector<Meeting> meetings;
   Clock time;
   uint32_t epoch = 1;
-  uint32_t proxy_fenced = 0;  // own clock at the last fence.proxy.async
   bool wgmma_fenced = false;
   std::vector<WgmmaInFlight> wgmma_open;
   std::deque<std::vector<WgmmaInFlight>> wgmma_groups;
   std::unordered_map<float*, Accumulator> accumulators;
 };
-
-enum class Use { READ, WRITE, ASYNC_READ };
 
 struct Block {
   dim3 index;
@@ -139,6 +162,12 @@ struct Block {
   std::vector<Granule> granules;
   std::vector<uint32_t> reads;  // [granule][warp]: the reader's clock
 
+  std::shared_ptr<Cluster> cluster;
+  Barrier cluster_barrier;              // of this block's threads
+  Clock synced;                         // what the last cluster_sync has shown to the other blocks
+  std::vector<uint32_t> cluster_reads;  // [granule]: the phase of the last read by another block
+  uint32_t last_cluster_read = 0;
+
   uint32_t clock = 1;
   BlockClock seen;     // what has reached this block from others
   BlockClock pending;  // what relaxed accesses have read: seen after the next fence
@@ -146,8 +175,10 @@ struct Block {
 
   void allow(uint32_t at, uint32_t bytes);
   void forbid(uint32_t at, uint32_t bytes);
-  // Checks an access to shared memory and remembers it. `time` is the warp's, or that of a wgmma's issue.
+  // Checks an access to shared memory and remembers it. `time` is the warp's, or that of the instruction's issue.
   void access(uint32_t at, uint32_t bytes, Use use, const Warp& warp, const Clock& time, uint8_t lane);
+  // The same for another block of the cluster.
+  void cluster_read(uint32_t at, uint32_t bytes);
   void start_copy(const Copy& copy, unsigned thread, const Warp& warp);
   void finish_copy(const Copy& copy, unsigned agent, uint32_t clock, uint8_t lane, uint32_t epoch);
 
@@ -167,7 +198,10 @@ bool is_stack(const void* p);
 
 // ---------------------------------------------------------------- what one source offers another
 void finish_bulk_copy(Block& block, const BulkCopy& copy);
-void forget_global();  // at the start of a grid
+void observe_global_write(const void* p, size_t n);  // by an asynchronous copy of this block
+// Fails if this thread may not touch global memory because earlier grids may still run.
+void check_earlier_grids(const void* p, size_t n, bool write);
+void begin_grid(bool early);
 // The 128-byte swizzle of tensor copies and wgmma: bits 4 to 6 of an address, xor bits 7 to 9.
 inline uint32_t swizzle128(uint32_t address) { return address ^ (address >> 7 & 7) << 4; }
 

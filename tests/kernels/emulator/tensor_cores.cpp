@@ -116,7 +116,7 @@ static void read_column(const WgmmaInFlight& op, Warp& w, unsigned n, unsigned k
   for (unsigned c = 0; c < k / 8; ++c) {
     const uint32_t at = swizzle128(start + (n >> 3) * stride + (n & 7) * 128 + c * 16);
     uint16_t v[8];
-    w.block->access(at, sizeof v, Use::ASYNC_READ, w, op.time, ALL_LANES);
+    w.block->access(at, sizeof v, Use::WGMMA, w, op.time, ALL_LANES);
     std::memcpy(v, w.block->arena + at, sizeof v);
     for (unsigned i = 0; i < 8; ++i) out[c * 8 + i] = to_float(v[i], op.lane[0].type);
   }

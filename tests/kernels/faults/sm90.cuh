@@ -38,11 +38,6 @@ template <class C> struct Sm90Layout {  // x first: the swizzle wants 1024-byte 
   }
 };
 
-// Descriptor of a K-major tile with 128-byte rows in the 128-byte swizzle.
-PTX_INLINE uint64_t swizzled_tile(uint32_t addr) {
-  return uint64_t((addr & 0x3ffff) >> 4) | uint64_t(1) << 16 | uint64_t(1024 >> 4) << 32 | uint64_t(1) << 62;
-}
-
 template <class C, Sm90Fault FAULT = Sm90Fault::NONE>
 __global__ void __launch_bounds__(C::THREADS, 1) w4_sm90(W4Args p, const __grid_constant__ ptx::TensorMap x_map) {
 #if PTX_SM90A

@@ -1,4 +1,4 @@
-// Pieces shared by the two kernels into which faults are planted: y[M,N] = x[M,K] * w[N,K]^T, w 2:4-sparse int4 with
+// Pieces shared by the kernels into which faults are planted: y[M,N] = x[M,K] * w[N,K]^T, w 2:4-sparse int4 with
 // one scale per group of 128. They exercise the emulator; the library's kernels are in csrc/.
 #pragma once
 #include "common/ptx.cuh"
@@ -36,4 +36,8 @@ PTX_INLINE void dequantize(uint32_t (&w)[4], uint32_t codes, uint32_t scale_low,
 PTX_INLINE uint32_t twice(half h) {
   const uint32_t bits = __half_as_ushort(h);
   return bits | bits << 16;
+}
+// Descriptor of a K-major tile with 128-byte rows in the 128-byte swizzle.
+PTX_INLINE uint64_t swizzled_tile(uint32_t addr) {
+  return uint64_t((addr & 0x3ffff) >> 4) | uint64_t(1) << 16 | uint64_t(1024 >> 4) << 32 | uint64_t(1) << 62;
 }
