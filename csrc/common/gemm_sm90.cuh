@@ -146,17 +146,18 @@ __global__ void __launch_bounds__(C::THREADS, C::BLOCKS_PER_SM)
   using namespace layout;
   using Ring = RingPosition<C::STAGES>;
   DYNAMIC_SHARED(smem);
-  STATIC_SHARED(uint64_t, bars, 2 * C::STAGES + C::WARPGROUPS);
+  STATIC_SHARED(uint64_t, bars, (2 + C::WARPGROUPS) * C::STAGES);
   const uint32_t base = ptx::uniform(ptx::smem_addr(smem)), full = ptx::uniform(ptx::smem_addr(bars));
   const uint32_t empty = full + 8 * C::STAGES;
-  const uint32_t staged = empty + 8 * C::STAGES;
+  // For each slot, since the consumers may end another tile before the writer has taken one.
+  const auto staged = [&](int slot, int warpgroup) { return empty + 8 * (C::STAGES * (1 + warpgroup) + slot); };
   if (threadIdx.x == 0) {
     S::place_guards(smem);
     for (int s = 0; s < C::STAGES; ++s) {
       ptx::mbar_init(full + 8 * s, 2);  // the two producers
       ptx::mbar_init(empty + 8 * s, C::CONSUMER_WARPS);
+      for (int w = 0; w < C::WARPGROUPS; ++w) ptx::mbar_init(staged(s, w), 4);
     }
-    for (int w = 0; w < C::WARPGROUPS; ++w) ptx::mbar_init(staged + 8 * w, 4);
     ptx::mbar_init_fence();
   }
   ptx::pdl_launch();  // the next launch may request its weights; it waits for this one's end before it does more
@@ -217,7 +218,7 @@ __global__ void __launch_bounds__(C::THREADS, C::BLOCKS_PER_SM)
     } else if (C::STAGED && warp == C::CONSUMER_WARPS + 2 && p.bulk_stores) {
       // ---- writer: the consumers leave a finished tile in the x slot of its last stage, a half per warpgroup
       Ring ring;
-      uint32_t parity = 0;
+      uint32_t parities = 0;  // a bit for each slot
       for (Walk walk(p.partition, blockIdx.x); !walk.done(); walk.next_piece(p.partition)) {
         int n_tile, m_tile, slot = 0;
         p.partition.coordinates(walk.tile, n_tile, m_tile);
@@ -228,7 +229,7 @@ __global__ void __launch_bounds__(C::THREADS, C::BLOCKS_PER_SM)
         if (lane == 0) {
 #pragma unroll
           for (int i = 0; i < C::WARPGROUPS; ++i) {
-            ptx::mbar_wait(staged + 8 * i, parity);
+            ptx::mbar_wait(staged(slot, i), parities >> slot & 1);
             if (n_tile * C::ROWS + i * 64 < p.N)
               ptx::tensor_store_2d(&y_map, n_tile * C::ROWS + i * 64, m_tile * C::TOKENS,
                                    base + S::x + slot * S::X + i * (C::TOKENS * 128));
@@ -236,7 +237,7 @@ __global__ void __launch_bounds__(C::THREADS, C::BLOCKS_PER_SM)
           ptx::bulk_commit();
           ptx::bulk_wait_read<0>();
         }
-        parity ^= 1;
+        parities ^= 1u << slot;
         __syncwarp();
         if (lane < C::CONSUMER_WARPS) ptx::mbar_arrive(empty + 8 * slot);
       }
@@ -386,7 +387,7 @@ __global__ void __launch_bounds__(C::THREADS, C::BLOCKS_PER_SM)
                                                             fmaf(cells[j][2 + i], rows[0].scale.y, rows[0].bias[1])));
       ptx::fence_proxy_async();
       __syncwarp();
-      if (lane == 0) ptx::mbar_arrive(staged + 8 * warpgroup);
+      if (lane == 0) ptx::mbar_arrive(staged(before, warpgroup));
     }
   }
 #endif

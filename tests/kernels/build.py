@@ -41,6 +41,9 @@ DRIVER_FLAGS = {
     # Its runtime, plain_accesses.cpp, knows plain accesses alone: not the atomic guards of static variables.
     "race": ("-O1", "-fsanitize=thread", "-fno-threadsafe-statics"),
 }
+# What a driver is linked with: sources that are kernels' own.
+KERNELS = sorted((ROOT / "csrc").glob("**/*.cu"))
+LINKED = {"gemm": KERNELS}
 # The emulator itself is never instrumented: it looks at kernel memory on purpose while that is poisoned.
 EMULATOR_FLAGS = ("-O3", "-mavx2", "-mf16c")
 
@@ -57,9 +60,13 @@ def build(drivers: Iterable[Path | str], builds: Sequence[str] = BUILDS) -> dict
     with (OUTPUT / "lock").open("w") as lock, ThreadPoolExecutor(JOBS) as pool:
         fcntl.flock(lock, fcntl.LOCK_EX)
         emulator = {s: pool.submit(_compile, s, "emulator", EMULATOR_FLAGS) for s in sorted(EMULATOR.glob("*.cpp"))}
-        objects = {(s, b): pool.submit(_compile, s, b, DRIVER_FLAGS[b]) for s in sources for b in builds}
+        objects = {
+            (s, b): [pool.submit(_compile, f, b, DRIVER_FLAGS[b]) for f in (s, *LINKED.get(s.stem, ()))]
+            for s in sources
+            for b in builds
+        }
         runtime = {s.stem: future.result() for s, future in emulator.items()}
-        return {(s.stem, b): _link(future.result(), b, runtime) for (s, b), future in objects.items()}
+        return {(s.stem, b): _link([o.result() for o in done], b, runtime) for (s, b), done in objects.items()}
 
 
 def run(executable: Path, *arguments: str | int | Path, timeout: float = 120) -> subprocess.CompletedProcess[str]:
@@ -75,7 +82,7 @@ def _driver_path(driver: Path | str) -> Path:
 
 
 def _compile(source: Path, label: str, flags: Sequence[str]) -> Path:
-    output = OUTPUT / f"{source.stem}.{label}.o"
+    output = OUTPUT / f"{source.parent.name}-{source.stem}.{label}.o"
     dependencies, stamp = output.with_suffix(".d"), output.with_suffix(".stamp")
     files = ["-x", "c++", "-c", str(source), "-o", str(output), "-MMD", "-MF", str(dependencies)]
     command = [CXX, *COMMON_FLAGS, *flags, *files]
@@ -95,10 +102,10 @@ def _fingerprint(command: Sequence[str], dependencies: Path) -> str:
     return digest.hexdigest()
 
 
-def _link(driver: Path, build: str, runtime: dict[str, Path]) -> Path:
+def _link(driver: Sequence[Path], build: str, runtime: dict[str, Path]) -> Path:
     # The race build's runtime is our own plain_accesses.cpp, so it links without -fsanitize=thread.
-    objects = [driver, *(path for name, path in runtime.items() if name != "plain_accesses" or build == "race")]
-    output = driver.with_suffix("")
+    objects = [*driver, *(path for name, path in runtime.items() if name != "plain_accesses" or build == "race")]
+    output = driver[0].with_suffix("")
     if output.exists() and all(path.stat().st_mtime <= output.stat().st_mtime for path in objects):
         return output
     sanitizer = ["-fsanitize=address"] if build == "asan" else []

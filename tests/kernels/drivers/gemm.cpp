@@ -1,24 +1,16 @@
-// usage: sm80 PART       one of: dense sparse gather refusals
+// usage: gemm PART       one of: sm80 dense, sm80 sparse, sm90 dense, sm90 sparse, gather, refusals
 //
-// Every instance for sm_80, through gemm.h, at small and odd shapes. The source of all of them is compiled here.
+// Every instance, through gemm.h, at small and odd shapes.
+#include "gemm.h"
+
 #include <cstdio>
 #include <cstdlib>
 #include <string>
 #include <vector>
 
 #include "common/epilogue.cuh"
-#include "dense/sm80_bf16_int4.cu"
-#include "dense/sm80_bf16_int4_zp.cu"
-#include "dense/sm80_bf16_int8.cu"
-#include "dense/sm80_f16_int4.cu"
-#include "dense/sm80_f16_int4_zp.cu"
-#include "dense/sm80_f16_int8.cu"
 #include "drivers/check.h"
-#include "gemm.cu"
 #include "gemm_problem.h"
-#include "sparse24/sm80_bf16_int4.cu"
-#include "sparse24/sm80_f16_int4.cu"
-#include "sparse24/sm80_int8.cu"
 
 using namespace gemm_test;
 
@@ -29,10 +21,12 @@ std::vector<uint32_t> shared_workspace(size_t(1) << 20, EMPTY);
 
 struct Launch {
   std::string config;
-  int blocks, x_stride;
+  Schedule schedule;
+  int x_stride;
 };
 std::string text(const GemmProblem& p, const Launch& l) {
-  return l.config + ", " + std::to_string(l.blocks) + " blocks, " + name(p) + ", seed " +
+  return l.config + ", " + std::to_string(l.schedule.blocks) + " blocks, split " + std::to_string(l.schedule.split) +
+         ", " + name(p) + ", seed " +
          std::to_string(emu::options.seed);
 }
 
@@ -56,7 +50,7 @@ std::vector<uint16_t> run(const GemmProblem& p, const Prepared& w, const Launch&
                         p.with_bias ? bias.data() : nullptr,
                         y.data(),
                         workspace.data()};
-  if (const std::string error = gemm(problem, l.config, l.blocks, nullptr); !error.empty()) {
+  if (const std::string error = gemm(problem, l.config, l.schedule, nullptr); !error.empty()) {
     std::printf("%s: %s\n", text(p, l).c_str(), error.c_str());
     return {};
   }
@@ -94,12 +88,15 @@ bool random_problem(const Scheme& s, const std::string& config, int token_tile, 
   };
   GemmProblem p{s, 0, 0, 0, salt % 2 == 0, false, salt};
   p.M = pick(1, 2, 7, token_tile - 1, token_tile, token_tile + 1, token_tile + 9);
-  p.N = pick(1, 6, 77, 128, 130, 255);
+  p.N = pick(1, 6, 77, 128, 136, 255);
   p.K = s.group_size == -1 ? pick(4, 60, 252, 264, 516) : s.group_size * pick(1, 2, 3, 4) + pick(0, 0, 128, 384);
   if (s.group_size == -1 && !s.sparse) p.K -= pick(0, 1, 2);
   p.with_bias = pick(0, 1);
-  const Launch l{config, pick(1, 2, 3, 4, 5, 7, 50), (p.K + 7) / 8 * 8 + pick(0, 8, 40)};
-  std::vector<uint32_t> own(workspace_bytes(s, config, l.blocks) / 4, EMPTY);
+  const bool clusters = config.starts_with("sm90");
+  const Launch l{config,
+                 {pick(1, 2, 3, 4, 5, 7, 50), clusters ? pick(0, 0, 0, 1, 2, 3, 4) : pick(0, 0, 0, 1)},
+                 (p.K + 7) / 8 * 8 + pick(0, 8, 40)};
+  std::vector<uint32_t> own(workspace_bytes(s, config, l.schedule) / 4 + 4, EMPTY);
   const Prepared w = prepare(p);
   emu::options.seed = salt % 12;
   const auto y = run(p, w, l, pick(0, 1) ? own : shared_workspace);
@@ -121,13 +118,13 @@ std::vector<Scheme> schemes(bool sparse) {
   return all;
 }
 
-int check_gemm(bool sparse) {
+int check_gemm(const std::string& arch, bool sparse) {
   uint32_t salt = 0;
   for (const Scheme& s : schemes(sparse)) {
     int found = 0;
     for (const Config& c : configs()) {
       BlockShape shape;
-      if (!block_shape(s, c.name, &shape).empty()) continue;
+      if (!std::string(c.name).starts_with(arch) || !block_shape(s, c.name, &shape).empty()) continue;
       ++found;
       EXPECT(shape.token_tile == c.token_tile && shape.row_tile == c.row_tile);
       for (int i = 0; i < 3; ++i) EXPECT(random_problem(s, c.name, c.token_tile, salt++));
@@ -167,7 +164,7 @@ int check_refusals() {
   const GemmProblem p{{}, 2, 16, 128, true, false, 1};
   const Prepared w = prepare(p);
   alignas(16) static uint16_t x[2 * 136], y[2 * 16];
-  std::vector<uint32_t> workspace(workspace_bytes(p.scheme, "sm80_128x8", 1) / 4, EMPTY);
+  std::vector<uint32_t> workspace(workspace_bytes(p.scheme, "sm80_128x8", {1}) / 4, EMPTY);
   const Problem good{p.scheme,
                      p.M,
                      p.N,
@@ -181,15 +178,15 @@ int check_refusals() {
                      nullptr,
                      y,
                      workspace.data()};
-  const auto refuses = [&](const char* word, auto change, const char* config = "sm80_128x8", int blocks = 1) {
+  const auto refuses = [&](const char* word, auto change, const char* config = "sm80_128x8", Schedule schedule = {}) {
     Problem bad = good;
     change(bad);
-    const std::string error = gemm(bad, config, blocks, nullptr);
+    const std::string error = gemm(bad, config, schedule, nullptr);
     const bool found = error.find(word) != error.npos;
     if (!found) std::printf("expected a text with \"%s\", got \"%s\"\n", word, error.c_str());
     return found;
   };
-  EXPECT(gemm(good, "sm80_128x8", 1, nullptr).empty());
+  EXPECT(gemm(good, "sm80_128x8", {1}, nullptr).empty());
   EXPECT(refuses("no kernel named nothing", [](Problem&) {}, "nothing"));
   EXPECT(refuses("was not compiled for dense INT8", [](Problem& q) { q.scheme.num_bits = 8; }));
   EXPECT(refuses("group size 16", [](Problem& q) { q.scheme.group_size = 16; }));
@@ -198,22 +195,26 @@ int check_refusals() {
   EXPECT(refuses("meta", [](Problem& q) { q.scheme.sparse = true; }));
   EXPECT(refuses("null", [](Problem& q) { q.workspace = nullptr; }));
   EXPECT(refuses("positive", [](Problem& q) { q.M = 0; }));
-  EXPECT(refuses("blocks", [](Problem&) {}, "sm80_128x8", 0));
+  EXPECT(refuses("blocks", [](Problem&) {}, "sm80_128x8", {0}));
+  EXPECT(refuses("split", [](Problem&) {}, "sm80_128x8", {1, 9}));
+  EXPECT(refuses("split", [](Problem&) {}, "sm80_128x8", {1, -1}));
+  EXPECT(refuses("clusters", [](Problem&) {}, "sm80_128x8", {1, 2}));
   EXPECT(refuses("x_stride", [](Problem& q) { q.x_stride = 132; }));
   EXPECT(refuses("x_stride", [](Problem& q) { q.x_stride = 120; }));
   EXPECT(refuses("aligned", [](Problem& q) { q.x = x + 1; }));
-  EXPECT(workspace_bytes(p.scheme, "nothing", 1) == -1 && workspace_bytes(p.scheme, "sm80_128x8", 0) == -1);
-  EXPECT(workspace_bytes(p.scheme, "sm80_128x8", 6) == 3 * workspace_bytes(p.scheme, "sm80_128x8", 2));
+  EXPECT(workspace_bytes(p.scheme, "nothing", {1}) == -1 && workspace_bytes(p.scheme, "sm80_128x8", {0}) == -1);
+  EXPECT(workspace_bytes(p.scheme, "sm80_128x8", {6}) == 3 * workspace_bytes(p.scheme, "sm80_128x8", {2}));
   BlockShape shape;
   EXPECT(!block_shape({.num_bits = 5}, "sm80_128x8", &shape).empty());
   return failures;
 }
 
 int main(int argc, char** argv) {
-  const std::string part = argc == 2 ? argv[1] : "";
-  if (part == "dense" || part == "sparse") return check_gemm(part == "sparse") != 0;
+  const std::string part = argc > 1 ? argv[1] : "", weights = argc > 2 ? argv[2] : "";
+  if ((part == "sm80" || part == "sm90") && (weights == "dense" || weights == "sparse"))
+    return check_gemm(part, weights == "sparse") != 0;
   if (part == "gather") return check_gather() != 0;
   if (part == "refusals") return check_refusals() != 0;
-  std::printf("usage: sm80 dense | sparse | gather | refusals\n");
+  std::printf("usage: gemm sm80 | sm90 dense | sparse, or gather, or refusals\n");
   return 2;
 }
