@@ -23,6 +23,7 @@ import shlex
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
@@ -56,6 +57,7 @@ DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 # Largest error against float64, relative to the largest element, in units of the dtype's epsilon: a result that is
 # rounded a few times on its way passes, one that misses a scale or a tile does not.
 TOLERANCE_EPS = 4
+GIVE_UP = 6  # failures of an implementation, three for a weight that it cannot take, that has not worked yet
 CHECKED_ROWS = 128  # the first ones; of the others, one in each 64
 
 
@@ -125,7 +127,9 @@ class Benchmark:
         self.notes = Notes()
         self.rows: list[Row] = []
         self.done = self.skipped = 0
-        self._longest = 0.0
+        self._longest = self._longest_preparation = 0.0
+        self._failures: Counter[str] = Counter()  # of implementations that have not worked yet
+        self._worked: set[str] = set()
         self._checked = checked_rows(job.tokens)
 
     @property
@@ -143,7 +147,7 @@ class Benchmark:
             self.skipped += len(self.job.tokens) - len(tokens)
             if not tokens:
                 continue
-            if self.expired():
+            if self.expired(self._longest_preparation):
                 return
             begin = len(self.rows)
             with self.timer.active(), torch.no_grad():
@@ -180,7 +184,9 @@ class Benchmark:
         shape = (max(tokens), k)
         x = torch.randn(shape, generator=random, device=self.timer.device, dtype=torch.float32).to(DTYPES[dtype])
         checked = self._checked[self._checked < shape[0]].to(self.timer.device)
+        begin = self.clock()
         subjects = list(self._prepare(n, k, dtype, x[checked]))
+        self._longest_preparation = max(self._longest_preparation, self.clock() - begin)
         for m in tokens:
             # The largest M of a shape takes longer than the others, and the deadline is somebody's patience.
             if self.expired(self._longest):
@@ -208,6 +214,9 @@ class Benchmark:
                 if self.expired():
                     return
                 problem = {"impl": peer.name, "sparsity": sparsity, "N": n, "K": k, "dtype": dtype}
+                if self._failures[peer.name] >= GIVE_UP and peer.name not in self._worked:
+                    self._fail(problem, "given up, after it has failed everywhere before")
+                    continue
                 if reason := peer.refuses(scheme, DTYPES[dtype], n, k):
                     self._fail(problem, reason)
                     continue
@@ -224,6 +233,7 @@ class Benchmark:
                         reference = multiply64(x, prepared.weight)
                 except Exception as e:  # of any kind: others' code
                     self._fail(problem, describe(e))
+                    self._failures[peer.name] += 3
                     self._require_gpu(peer.name)
                     continue
                 bits = self.job.bits if peer.bits is None else peer.bits
@@ -262,10 +272,12 @@ class Benchmark:
                 self.timer.synchronize()
             except Exception as e:
                 self._fail(problem, describe(e))
+                self._failures[s.name] += 1
                 self._require_gpu(s.name)
                 continue
+            self._worked.add(s.name)
             runners[s.label], errors[s.label] = runner, error
-            rounds[s.label] = timing.plan_rounds(max(measured, estimate) * calls, measured)
+            rounds[s.label] = timing.plan_rounds(estimate * calls, measured)
         times = timing.interleave(runners, rounds, self.timer.synchronize, self.expired)
         base = times.get(results.BASE)
         if base is None:
@@ -363,7 +375,7 @@ def summary(rows: Sequence[Row], notes: Notes, problem: tuple[int, int, str]) ->
         by_reason: dict[str, list[str]] = {}
         for e in here:
             label = e["impl"] if e["sparsity"] == "none" else f"{e['impl']} 2:4"
-            reason = e.get("reason") or f"largest error {e['max_rel_err']} of the largest element"
+            reason = e.get("reason") or f"largest error {e['max_rel_err'] or 'not finite'}"
             by_reason.setdefault(f"{label}: {reason}", []).append(str(e.get("M", "all")))
         text.extend(f"{kind}: {what} (M = {', '.join(ms)})" for what, ms in by_reason.items())
     return "\n".join(text)
@@ -391,7 +403,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     timer: timing.Timer = timing.CudaTimer() if cuda else timing.CpuTimer()
     meta = metadata(argv, found)
-    results.merge(old, Results(meta, []))  # so that another commit's file is refused before the work
+    try:
+        results.merge(old, Results(meta, []))  # another commit's file is refused before the work
+    except results.ResultError as e:
+        print(f"{args.json}: {e}", file=sys.stderr)
+        return 2
     search = start_search(found, job) if cuda else None
     sensors = timing.Sensors(gpu_id()) if cuda else None
     try:

@@ -99,14 +99,22 @@ def random_weight(N: int, K: int, scheme: Scheme, device: torch.device, seed: in
         w = torch.randn(n, K, generator=random, device=device).mul_(0.02)
         mask = None
         if scheme.sparsity:
-            kept = w.abs().view(n, K // 4, 4).topk(2).indices
-            mask = torch.zeros(n, K // 4, 4, dtype=torch.bool, device=device).scatter_(2, kept, True).view(n, K)
+            mask = largest_two(w)
         grouped = w.view(n, scheme.num_groups(K), -1)
         scales = (grouped.abs().amax(2) / (scheme.zero_code - 0.5)).to(scheme.dtype)
         codes = grouped.div_(scales.float().unsqueeze(2)).round_().add_(scheme.zero_code).clamp_(0, scheme.max_code)
         parts.append(PackedWeight.pack(codes.view(n, K).to(torch.uint8), scales, scheme, mask).tensors())
     tensors = {name: torch.cat([p[name] for p in parts]) for name in parts[0]}
     return PackedWeight.from_tensors(tensors, scheme, K)
+
+
+def largest_two(w: Tensor) -> Tensor:
+    """[N, K] bool, true for the two of each four weights that are largest; many times faster than topk on a GPU."""
+    quads = w.abs().view(torch.int32).view(w.shape[0], -1, 4)
+    # Floats order as their bits do; positions in place of the last bits leave no ties.
+    keys = quads.bitwise_and_(-4).bitwise_or_(torch.arange(4, dtype=torch.int32, device=w.device))
+    larger = keys.unsqueeze(2) > keys.unsqueeze(3)
+    return larger.sum(3, dtype=torch.uint8).lt_(2).bool().view(w.shape)
 
 
 def clones(make: Callable[..., Function], *tensors: Tensor) -> Callable[[], Function]:
@@ -165,8 +173,8 @@ class Cublas(Peer):
         return super().version() + ("" if torch.cuda.is_available() else ", on the CPU: stands for cuBLAS here")
 
     def prepare(self, packed: PackedWeight, dtype: torch.dtype) -> Prepared:
-        weight = dense_weight(packed, dtype)
-        return Prepared(clones(lambda w: lambda x: linear(x, w), weight), 16, weight, 0)
+        make = clones(lambda w: lambda x: linear(x, w), dense_weight(packed, dtype))
+        return Prepared(make, 16, group_size=0)
 
 
 class TorchInt4(Peer):
@@ -268,7 +276,7 @@ class Cusparselt(Peer):
 
             return call
 
-        return Prepared(clones(make, torch._cslt_compress(weight)), self.BITS_PER_WEIGHT, weight, 0)
+        return Prepared(clones(make, torch._cslt_compress(weight)), self.BITS_PER_WEIGHT, group_size=0)
 
 
 def cusparselt_linear(x: Tensor, compressed: Tensor, algorithm: int) -> Tensor:
@@ -295,7 +303,7 @@ class Humming(Peer):
     def prepare(self, packed: PackedWeight, dtype: torch.dtype) -> Prepared:
         s, n, k = packed.scheme, packed.out_features, packed.in_features
         layer_type = importlib.import_module("humming.layer").HummingLayer
-        config: dict[str, Any] = {"dtype": f"uint{s.num_bits}", "group_size": max(s.group_size, 0)}
+        config: dict[str, Any] = {"dtype": f"int{s.num_bits}", "group_size": max(s.group_size, 0)}
         with packed.device:
             layer = layer_type(n, k, config, torch_dtype=dtype)
         # Its integers are our codes, first one in the low bits; symmetric weights are offset as ours are.

@@ -120,23 +120,30 @@ def read(path: Path) -> Results:
 
 def write(path: Path, results: Results) -> None:
     """Writes a file, all or nothing."""
+    write_json(path, results.meta, [asdict(r) for r in results.rows])
+
+
+def write_json(path: Path, meta: Mapping[str, Any], rows: Iterable[Mapping[str, Any]]) -> None:
+    """Writes ``{"meta": ..., "rows": [...]}``, all or nothing; a line per row, since files are compared in commits."""
     path.parent.mkdir(parents=True, exist_ok=True)
     scratch = path.with_name(f".{path.name}.{os.getpid()}")
-    # A line per row: files are compared and committed.
-    rows = ",\n".join(json.dumps(asdict(r)) for r in results.rows)
-    meta = json.dumps(results.meta, indent=1)
-    scratch.write_text(f'{{"meta": {meta},\n"rows": [\n{rows}\n]}}\n', encoding="utf-8")
+    lines = ",\n".join(json.dumps(row) for row in rows)
+    scratch.write_text(f'{{"meta": {json.dumps(meta, indent=1)},\n"rows": [\n{lines}\n]}}\n', encoding="utf-8")
     scratch.replace(path)
 
 
+NOTES = ("wrong", "failed", "host_us")  # lists in meta, one entry per implementation and problem
+KEPT_OF_EARLIER_RUNS = ("date", "command", "seconds", "bandwidth_gbs", "peak_tflops", "sensors")
+
+
 def merge(old: Results | None, new: Results) -> Results:
-    """``new`` added to what was measured before: rows measured again are replaced, the earlier run's meta is kept.
+    """``new`` added to what was measured before: what was measured again is replaced.
 
     Raises:
         ResultError: if the two are of different commits or GPUs; the text names both.
     """
     if old is None:
-        return new
+        return Results(new.meta, sorted(new.rows, key=_order))
     for what in ("commit", "gpu"):
         if old.meta.get(what) != new.meta.get(what):
             raise ResultError(
@@ -144,9 +151,19 @@ def merge(old: Results | None, new: Results) -> Results:
                 "write them to a file of their own"
             )
     rows = {r.key: r for r in [*old.rows, *new.rows]}
-    earlier = {k: v for k, v in old.meta.items() if k != "earlier_runs"}
-    meta = {**new.meta, "earlier_runs": [*old.meta.get("earlier_runs", []), earlier]}
+    meta = dict(new.meta)
+    timed = {(r.impl, r.sparsity, r.N, r.K, r.M, r.dtype) for r in new.rows}
+    for name in NOTES:
+        kept = [e for e in old.meta.get(name, []) if name == "host_us" or _subject(e) not in timed]
+        merged = {_subject(e): e for e in [*kept, *new.meta.get(name, [])]}
+        meta[name] = list(merged.values())
+    earlier = {k: old.meta[k] for k in KEPT_OF_EARLIER_RUNS if k in old.meta}
+    meta["earlier_runs"] = [*old.meta.get("earlier_runs", []), earlier]
     return Results(meta, sorted(rows.values(), key=_order))
+
+
+def _subject(entry: Mapping[str, Any]) -> tuple[Any, ...]:
+    return tuple(entry.get(k) for k in ("impl", "sparsity", "N", "K", "M", "dtype"))
 
 
 def _order(row: Row) -> tuple[Any, ...]:

@@ -139,7 +139,8 @@ class CudaTimer:
         self.rotate_bytes = 4.0 * torch.cuda.get_device_properties(self.device).L2_cache_size
         # Whatever a library sets up on first use must happen on the stream of the captures, before them.
         self.stream = torch.cuda.Stream(self.device)
-        self.pool: Any = None
+        self._pool: Any = None
+        self._keeper: Any = None
 
     @dataclass
     class _Graph:
@@ -154,14 +155,27 @@ class CudaTimer:
             return lambda: float(begin.elapsed_time(end)) * 1e3
 
     def runner(self, functions: Sequence[Function], x: Tensor, calls: int) -> Runner:
-        if self.pool is None:
-            self.pool = torch.cuda.graph_pool_handle()
+        if self._pool is None:
+            # Graphs are replayed one at a time and nobody reads their outputs: they may share memory. A pool must not
+            # be used again once all of its graphs are gone, so one stays.
+            self._pool = torch.cuda.graph_pool_handle()
+            self._keeper = self._capture([torch.zeros_like], x[:1, :1], 1)
+        return self._Graph(self._capture(functions, x, calls), calls)
+
+    def _capture(self, functions: Sequence[Callable[[Tensor], Tensor]], x: Tensor, calls: int) -> Any:
+        """A graph of the calls; torch.cuda.graph() would empty the cache as well, hundreds of times."""
         graph = torch.cuda.CUDAGraph()
-        # Graphs are replayed one at a time and nobody reads their outputs: they may share memory.
-        with torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"):
+        self.synchronize()
+        graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+        try:
             for i in range(calls):
                 functions[i % len(functions)](x)
-        return self._Graph(graph, calls)
+        except BaseException:
+            with contextlib.suppress(RuntimeError):  # what is reported is why the call failed
+                graph.capture_end()
+            raise
+        graph.capture_end()
+        return graph
 
     def estimate_us(self, function: Function, x: Tensor) -> float:
         """Of a call outside graphs: too long where the host is slower than the GPU."""
@@ -194,7 +208,7 @@ class CudaTimer:
 
     def release(self) -> None:
         """Gives memory back; every graph must be gone."""
-        self.pool = None
+        self._pool = self._keeper = None
         torch.cuda.empty_cache()
 
 
