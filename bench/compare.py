@@ -435,7 +435,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     finally:
         if sensors is not None:
             sensors.close()
-            meta["sensors"] = sensors.summary()
+        meta["sensors"] = None if sensors is None else sensors.summary()
     meta["seconds"] = round(time.monotonic() - started, 1)
     bench.save()
     report_end(bench, args.json)
