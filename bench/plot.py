@@ -85,6 +85,7 @@ def draw(found: Results, folder: Path) -> list[Path]:
     matplotlib.use("Agg")
     # Text stays text, and no date or random name makes a file differ from its last version.
     matplotlib.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "sparse_marlin", "font.size": 9})
+    matplotlib.rcParams["font.sans-serif"] = ["DejaVu Sans", "Arial"]
     if not any(r.impl.startswith(OURS) for r in found.rows):
         raise ValueError("there are no rows of sparse_marlin to draw")
     folder.mkdir(parents=True, exist_ok=True)
@@ -107,15 +108,17 @@ def _save_png(figure: Any, path: Path) -> Path:
 
     data = io.BytesIO()
     figure.savefig(data, format="png", dpi=90)
-    # So few colors do not show, and make it a third of the size.
-    Image.open(data).convert("RGB").quantize(64, dither=Image.Dither.NONE).save(path, optimize=True)
+    # A palette makes it a third of the size.
+    image = Image.open(data).convert("RGB").quantize(256, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)
+    image.save(path, optimize=True)
     return path
 
 
 def _save_svg(figure: Any, path: Path) -> Path:
     data = io.StringIO()
     figure.savefig(data, format="svg", metadata={"Date": None})
-    path.write_text(re.sub(r"\n\s*", "\n", data.getvalue()), encoding="utf-8")  # indentation is a third of it
+    text = re.sub(r"(\d\.\d\d)\d+", r"\1", re.sub(r"\n\s*", "\n", data.getvalue()))  # half of it are digits and blanks
+    path.write_text(text, encoding="utf-8")
     return path
 
 
@@ -153,11 +156,11 @@ def _speedup(rows: Sequence[Row], meta: dict[str, Any]) -> Any:
     first.set_xticks(ticks, [str(m) for m in ticks])
     first.minorticks_off()
     first.set_ylim(bottom=0)
-    for axis in axes.flat:
-        axis.tick_params(axis="x", labelrotation=60)
     for axis in axes.flat[len(shapes) :]:
         axis.set_visible(False)
-    figure.supxlabel("M, tokens")
+    for axis in axes.flat[max(0, len(shapes) - across) : len(shapes)]:  # the lowest ones that there are
+        axis.tick_params(axis="x", labelrotation=60, labelbottom=True)
+        axis.set_xlabel("M, tokens")
     figure.supylabel(f"times the speed of {BASE}, {rows[0].dtype}")
     figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=4, frameon=False)
     figure.suptitle(conditions(meta, rows), fontsize=8)
