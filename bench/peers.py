@@ -11,6 +11,7 @@ from typing import Any
 
 import results
 import torch
+from cusparselt import cusparselt_linear
 from torch import Tensor
 from torch.nn.functional import linear
 
@@ -277,15 +278,6 @@ class Cusparselt(Peer):
             return call
 
         return Prepared(clones(make, torch._cslt_compress(weight)), self.BITS_PER_WEIGHT, group_size=0)
-
-
-def cusparselt_linear(x: Tensor, compressed: Tensor, algorithm: int) -> Tensor:
-    """x @ w.T; cuSPARSELt wants multiples of eight tokens, and gets zeros for those that are not there."""
-    m = x.shape[0]
-    if m % 8:
-        x = torch.nn.functional.pad(x, (0, 0, 0, -m % 8))
-    y: Tensor = torch._cslt_sparse_mm(compressed, x.t(), transpose_result=True, alg_id=algorithm)
-    return y[:m]
 
 
 class Humming(Peer):

@@ -83,9 +83,7 @@ def draw(found: Results, folder: Path) -> list[Path]:
     import matplotlib
 
     matplotlib.use("Agg")
-    # Text stays text, and no date or random name makes a file differ from its last version.
-    matplotlib.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "sparse_marlin", "font.size": 9})
-    matplotlib.rcParams["font.sans-serif"] = ["DejaVu Sans", "Arial"]
+    matplotlib.rcParams.update({"font.size": 9, "font.sans-serif": ["DejaVu Sans", "Arial"]})
     if not any(r.impl.startswith(OURS) for r in found.rows):
         raise ValueError("there are no rows of sparse_marlin to draw")
     folder.mkdir(parents=True, exist_ok=True)
@@ -115,8 +113,12 @@ def _save_png(figure: Any, path: Path) -> Path:
 
 
 def _save_svg(figure: Any, path: Path) -> Path:
+    from matplotlib import rc_context
+
     data = io.StringIO()
-    figure.savefig(data, format="svg", metadata={"Date": None})
+    # Text stays text, and no date or random name makes a file differ from its last version.
+    with rc_context({"svg.fonttype": "none", "svg.hashsalt": "sparse_marlin"}):
+        figure.savefig(data, format="svg", metadata={"Date": None})
     text = re.sub(r"(\d\.\d\d)\d+", r"\1", re.sub(r"\n\s*", "\n", data.getvalue()))  # half of it are digits and blanks
     path.write_text(text, encoding="utf-8")
     return path

@@ -6,7 +6,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from cusparselt import Problem, Search
+import torch
+from cusparselt import Problem, Search, cusparselt_linear
+from torch import Tensor
 
 A: Problem = (16, 32, "float16", 8)
 B: Problem = (16, 32, "float16", 64)
@@ -80,10 +82,20 @@ def test_time_is_over(tmp_path: Path) -> None:
     assert outcome.best() == {}
 
 
-def test_the_real_child_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    import torch
-
+def test_the_real_child_says_why() -> None:
     if torch.cuda.is_available():
         pytest.skip("on a GPU the search would run")
     outcome = Search([A]).finish()
     assert outcome.error is not None and "Error" in outcome.error
+
+
+def test_cusparselt_pads_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    def multiply(compressed: Tensor, x: Tensor, transpose_result: bool, alg_id: int) -> Tensor:
+        assert x.shape[1] % 8 == 0 and transpose_result and alg_id == 5
+        return (compressed @ x).t()
+
+    monkeypatch.setattr(torch, "_cslt_sparse_mm", multiply)
+    w = torch.randn(16, 32)
+    for m in (1, 8, 13):
+        x = torch.randn(m, 32)
+        torch.testing.assert_close(cusparselt_linear(x, w, 5), x @ w.t())
