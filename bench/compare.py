@@ -119,40 +119,45 @@ class Benchmark:
         path: Path | None,
         old: Results | None,
         deadline: float | None,
-        resume: bool,
+        todo: dict[tuple[int, int, str], list[int]] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.job, self.found, self.timer, self.limits, self.meta = job, found, timer, limits, meta
-        self.path, self.old, self.deadline, self.resume, self.clock = path, old, deadline, resume, clock
+        self.path, self.old, self.deadline, self.clock = path, old, deadline, clock
+        self.todo = missing_products(job, None) if todo is None else todo
         self.notes = Notes()
         self.rows: list[Row] = []
-        self.done = self.skipped = 0
-        self._longest = self._longest_preparation = 0.0
-        self._failures: Counter[str] = Counter()  # of implementations that have not worked yet
+        self.done = 0
+        self.stopped = False  # by the deadline
+        self._longest = self._longest_preparation = 0.0  # seconds
+        self._failures: Counter[str] = Counter()
         self._worked: set[str] = set()
+        self._given_up: set[str] = set()
         self._checked = checked_rows(job.tokens)
 
     @property
-    def cells(self) -> int:
-        return len(self.job.problems()) * len(self.job.tokens)
+    def total(self) -> int:
+        """Products to measure."""
+        return sum(map(len, self.todo.values()))
 
     def expired(self, ahead: float = 0.0) -> bool:
         """Whether the time is over, or will be in ``ahead`` seconds."""
-        return self.deadline is not None and self.clock() + ahead >= self.deadline
+        self.stopped |= self.deadline is not None and self.clock() + ahead >= self.deadline
+        return self.stopped
 
     def run(self) -> None:
         """Measures everything, as long as there is time."""
         gc.freeze()  # what was imported is no garbage: collecting the rest is quick then
-        for n, k, dtype in self.job.problems():
-            tokens = [m for m in self.job.tokens if not self._is_known(n, k, dtype, m)]
-            self.skipped += len(self.job.tokens) - len(tokens)
-            if not tokens:
-                continue
+        for (n, k, dtype), tokens in self.todo.items():
             if self.expired(self._longest_preparation):
                 return
             begin = len(self.rows)
-            with self.timer.active(), torch.no_grad():
-                self._measure_problem(n, k, dtype, tokens)
+            try:
+                with self.timer.active(), torch.no_grad():
+                    self._measure_problem(n, k, dtype, tokens)
+            except torch.OutOfMemoryError as e:
+                problem = {"sparsity": "none", "N": n, "K": k, "dtype": dtype}
+                self._fail({"impl": "everything", **problem}, describe(e))
             gc.collect()
             self.timer.release()
             self.save()
@@ -168,18 +173,6 @@ class Benchmark:
         notes = {"wrong": self.notes.wrong, "failed": self.notes.failed, "host_us": self.notes.host_us}
         return results.merge(self.old, Results({**self.meta, **notes}, self.rows))
 
-    def _is_known(self, n: int, k: int, dtype: str, m: int) -> bool:
-        """Whether an earlier run has this cell: cuBLAS, and something of ours for every sparsity."""
-        if not self.resume or self.old is None:
-            return False
-        known = [r for r in self.old.rows if r.problem == (n, k, m, dtype)]
-        ours = {
-            r.sparsity
-            for r in known
-            if r.impl == "sparse_marlin" and r.bits == self.job.bits and r.group_size == self.job.group_size
-        }
-        return any(r.impl == results.BASE for r in known) and ours >= set(self.job.sparsities)
-
     def _measure_problem(self, n: int, k: int, dtype: str, tokens: Sequence[int]) -> None:
         random = torch.Generator(self.timer.device).manual_seed(self.job.seed)
         shape = (max(tokens), k)
@@ -193,8 +186,7 @@ class Benchmark:
             if self.expired(self._longest):
                 return
             begin = self.clock()
-            self._measure_cell(n, k, dtype, m, x, checked, subjects)
-            self.done += 1
+            self.done += self._measure_cell(n, k, dtype, m, x, checked, subjects)
             self._longest = max(self._longest, self.clock() - begin)
 
     def _prepare(self, n: int, k: int, dtype: str, x: Tensor) -> Iterator[Subject]:
@@ -215,8 +207,8 @@ class Benchmark:
                 if self.expired():
                     return
                 problem = {"impl": peer.name, "sparsity": sparsity, "N": n, "K": k, "dtype": dtype}
-                if self._failures[peer.name] >= GIVE_UP and peer.name not in self._worked:
-                    self._fail(problem, "given up, after it has failed everywhere before")
+                if peer.name in self._given_up:
+                    self._fail(problem, "given up, see before")
                     continue
                 if reason := peer.refuses(scheme, DTYPES[dtype], n, k):
                     self._fail(problem, reason)
@@ -234,8 +226,7 @@ class Benchmark:
                         reference = multiply64(x, prepared.weight)
                 except Exception as e:  # of any kind: others' code
                     self._fail(problem, describe(e))
-                    self._failures[peer.name] += 3
-                    self._require_gpu(peer.name)
+                    self._note_failure(peer.name, e, 3)
                     continue
                 bits = self.job.bits if peer.bits is None else peer.bits
                 group = self.job.group_size if prepared.group_size is None else prepared.group_size
@@ -243,13 +234,16 @@ class Benchmark:
 
     def _measure_cell(
         self, n: int, k: int, dtype: str, m: int, whole: Tensor, checked: Tensor, subjects: Sequence[Subject]
-    ) -> None:
+    ) -> bool:
+        """Adds the rows of one product; whether there are any."""
         x = whole[:m]
         rows = checked[checked < m]
         runners: dict[str, timing.Runner] = {}
         rounds: dict[str, int] = {}
         errors: dict[str, float] = {}
         for s in subjects:
+            if s.name in self._given_up:
+                continue
             problem = {"impl": s.name, "sparsity": s.sparsity, "N": n, "K": k, "M": m, "dtype": dtype}
             try:
                 y = s.functions[0](x)  # also where libraries compile and choose
@@ -260,7 +254,8 @@ class Benchmark:
                     continue
                 floor = self.limits.floor_us(n, k, m, s.bits_per_weight, dtype, s.sparsity == "2:4")
                 measured = self.timer.estimate_us(s.functions[0], x)
-                if m == min(self.job.tokens) and (host := self.timer.host_us(s.functions[0], x)) is not None:
+                quick = m == min(self.job.tokens) and measured < 1e3
+                if quick and (host := self.timer.host_us(s.functions[0], x)) is not None:
                     self.notes.host_us.append({**problem, "us": digits(host)})
                 # Short calls outside graphs take as long as the host does: the floor is the better guess.
                 estimate = measured if measured > 100 else floor
@@ -273,8 +268,7 @@ class Benchmark:
                 self.timer.synchronize()
             except Exception as e:
                 self._fail(problem, describe(e))
-                self._failures[s.name] += 1
-                self._require_gpu(s.name)
+                self._note_failure(s.name, e, 1)
                 continue
             self._worked.add(s.name)
             runners[s.label], errors[s.label] = runner, error
@@ -282,7 +276,7 @@ class Benchmark:
         times = timing.interleave(runners, rounds, self.timer.synchronize, self.expired)
         base = times.get(results.BASE)
         if base is None:
-            return
+            return False
         for s in subjects:
             if (t := times.get(s.label)) is None:
                 continue
@@ -306,12 +300,18 @@ class Benchmark:
                     max_rel_err=digits(errors[s.label]),
                 )
             )
+        return True
 
     def _fail(self, problem: dict[str, Any], reason: str) -> None:
         self.notes.failed.append({**problem, "reason": reason})
 
-    def _require_gpu(self, culprit: str) -> None:
-        """Ends the run, with what it has, if a failed kernel has made the GPU unusable for this process."""
+    def _note_failure(self, culprit: str, error: Exception, weight: int) -> None:
+        """Gives up on what fails again and again, and ends the run if the GPU is unusable for this process now."""
+        self._failures[culprit] += weight
+        hopeless = self._failures[culprit] >= GIVE_UP and culprit not in self._worked
+        # Failed captures leave things behind in torch's allocator: none is tried twice.
+        if hopeless or isinstance(error, timing.CaptureError):
+            self._given_up.add(culprit)
         try:
             self.timer.synchronize()
         except RuntimeError as e:
@@ -320,6 +320,22 @@ class Benchmark:
                 f"{culprit} has left the GPU unusable for this process ({peers.first_line(e)}): the rows so far are "
                 "kept; run the rest with --resume and without it"
             )
+
+
+def missing_products(job: Job, old: Results | None) -> dict[tuple[int, int, str], list[int]]:
+    """The numbers of tokens to measure, by N, K and dtype: without what a file has of cuBLAS and ours."""
+    todo = {}
+    for n, k, dtype in job.problems():
+        known: dict[int, set[str]] = {}
+        for r in old.select(N=n, K=k, dtype=dtype) if old else []:
+            if r.impl == results.BASE:
+                known.setdefault(r.M, set()).add(r.impl)
+            elif r.impl == "sparse_marlin" and (r.bits, r.group_size) == (job.bits, job.group_size):
+                known.setdefault(r.M, set()).add(r.sparsity)
+        tokens = [m for m in job.tokens if not known.get(m, set()) >= {results.BASE, *job.sparsities}]
+        if tokens:
+            todo[n, k, dtype] = tokens
+    return todo
 
 
 def checked_rows(tokens: Sequence[int]) -> Tensor:
@@ -409,11 +425,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except results.ResultError as e:
         print(f"{args.json}: {e}", file=sys.stderr)
         return 2
-    search = start_search(found, job) if cuda else None
+    todo = missing_products(job, old if args.resume else None)
+    search = start_search(found, job, todo) if cuda else None
+    if search is not None:
+        use_algorithms(found, search, job, todo, deadline, meta)
     sensors = timing.Sensors(gpu_id()) if cuda else None
     try:
-        if search is not None:
-            use_algorithms(found, search, job, deadline, meta)
         with timer.active():
             ways = timing.measure_bandwidth(timer)
             peaks = {d: digits(timing.measure_peak(timer, DTYPES[d])) for d in job.dtypes}
@@ -431,7 +448,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             + "; the roofline of 2:4 has twice that",
             flush=True,
         )
-        bench = Benchmark(job, found, timer, limits, meta, args.json, old, deadline, args.resume)
+        bench = Benchmark(job, found, timer, limits, meta, args.json, old, deadline, todo)
         bench.run()
     finally:
         if sensors is not None:
@@ -448,16 +465,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 1 if any(e["impl"].startswith("sparse_marlin") for e in bench.notes.wrong) else 0
 
 
-def start_search(found: peers.Found, job: Job) -> Search | None:
+def start_search(found: peers.Found, job: Job, todo: dict[tuple[int, int, str], list[int]]) -> Search | None:
     """cuSPARSELt's algorithms, if anybody asks for the best of them."""
     if not any(p.name == "cusparselt:best" for p in found.peers) or "2:4" not in job.sparsities:
         return None
-    return Search([(n, k, dtype, m) for n, k, dtype in job.problems() for m in job.tokens])
+    return Search([(*problem, m) for problem, tokens in todo.items() for m in tokens])
 
 
-def use_algorithms(found: peers.Found, search: Search, job: Job, deadline: float | None, meta: dict[str, Any]) -> None:
+def use_algorithms(
+    found: peers.Found,
+    search: Search,
+    job: Job,
+    todo: dict[tuple[int, int, str], list[int]],
+    deadline: float | None,
+    meta: dict[str, Any],
+) -> None:
     """Waits for the search; meanwhile whatever compiles its kernels when first called may do so."""
-    for n, k, dtype in job.problems() if "none" in job.sparsities else []:
+    for n, k, dtype in todo if "none" in job.sparsities else ():
         for peer in found.peers:
             if isinstance(peer, peers.Humming):
                 warm_up(peer, n, k, dtype, job)
@@ -486,10 +510,10 @@ def warm_up(peer: peers.Peer, n: int, k: int, dtype: str, job: Job) -> None:
 
 def report_end(bench: Benchmark, path: Path | None) -> None:
     """What the last lines say."""
-    measured, total = bench.done, bench.cells - bench.skipped
-    print(f"\n{measured} of {total} products compared in {bench.meta['seconds']:.0f} s", end="")
-    print(f", {bench.skipped} were in the file before" if bench.skipped else "")
-    if measured < total:
+    print(f"\n{bench.done} of {bench.total} products compared in {bench.meta['seconds']:.0f} s")
+    if skipped := len(bench.job.problems()) * len(bench.job.tokens) - bench.total:
+        print(f"{skipped} were in the file before")
+    if bench.stopped:
         print("stopped at the time limit: the same command with --resume measures the rest")
     if sensors := bench.meta.get("sensors"):
         low, middle, high = sensors["sm_mhz"]

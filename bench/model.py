@@ -260,7 +260,7 @@ def run(args: argparse.Namespace) -> None:
             for batch in args.batch:
                 for prompt in args.prompt:
                     if deadline is not None and time.monotonic() >= deadline:
-                        print("stopped at the time limit")
+                        print(f"stopped at the time limit\n{summary(rows)}")
                         return
                     if cuda:
                         torch.cuda.reset_peak_memory_stats(device)
@@ -301,6 +301,8 @@ def run(args: argparse.Namespace) -> None:
                         results.write_json(args.json, meta, [asdict(r) for r in rows])
         del model
         release(cuda)
+        if args.json:
+            results.write_json(args.json, meta, [asdict(r) for r in rows])
     print(summary(rows))
 
 

@@ -482,7 +482,11 @@ def find(names: Sequence[str], prefixes: Sequence[str]) -> Found:
     """cuBLAS, ours, ours limited to kernels with these prefixes, and the named peers: as far as they are there."""
     found = Found()
     for peer in [Cublas(), Ours(), *map(Ours, prefixes), *(PEERS[n]() for n in names)]:
-        if reason := peer.missing():
+        try:
+            reason = peer.missing()
+        except Exception as e:  # one that cannot even say so must not keep the others from running
+            reason = f"{type(e).__name__}: {first_line(e)}"
+        if reason:
             found.skipped[peer.name] = reason
         else:
             found.peers.append(peer)

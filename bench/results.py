@@ -157,6 +157,13 @@ def merge(old: Results | None, new: Results) -> Results:
         kept = [e for e in old.meta.get(name, []) if name == "host_us" or _subject(e) not in timed]
         merged = {_subject(e): e for e in [*kept, *new.meta.get(name, [])]}
         meta[name] = list(merged.values())
+    if "cusparselt" in old.meta:  # lists of N, K, dtype, M and an algorithm
+        now = meta.get("cusparselt", {})
+        known = {tuple(e[:4]) for entries in now.values() for e in entries}
+        meta["cusparselt"] = {
+            kind: [*(e for e in entries if tuple(e[:4]) not in known), *now.get(kind, [])]
+            for kind, entries in old.meta["cusparselt"].items()
+        }
     earlier = {k: old.meta[k] for k in KEPT_OF_EARLIER_RUNS if k in old.meta}
     meta["earlier_runs"] = [*old.meta.get("earlier_runs", []), earlier]
     return Results(meta, sorted(rows.values(), key=_order))

@@ -26,6 +26,10 @@ BUDGET_US = 20e3  # for all rounds of one implementation on one problem, if MIN_
 SLOW_US = 50e3  # a call that takes longer is timed twice only
 
 
+class CaptureError(RuntimeError):
+    """A call that works cannot be captured in a CUDA graph."""
+
+
 class Runner(Protocol):
     """Starts some calls of one implementation."""
 
@@ -170,11 +174,14 @@ class CudaTimer:
         try:
             for i in range(calls):
                 functions[i % len(functions)](x)
-        except BaseException:
+        except Exception as e:
             with contextlib.suppress(RuntimeError):  # what is reported is why the call failed
                 graph.capture_end()
-            raise
-        graph.capture_end()
+            raise CaptureError(str(e)) from e
+        try:
+            graph.capture_end()
+        except RuntimeError as e:
+            raise CaptureError(str(e)) from e
         return graph
 
     def estimate_us(self, function: Function, x: Tensor) -> float:

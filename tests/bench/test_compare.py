@@ -70,7 +70,7 @@ def ours(cuda: FakeCuda | None = None) -> Stub:
 def run(
     found: list[Peer], timer: timing.Timer | None = None, job: Job = JOB, **options: Any
 ) -> tuple[Benchmark, list[results.Row]]:
-    settings: dict[str, Any] = {"path": None, "old": None, "deadline": None, "resume": False, **options}
+    settings: dict[str, Any] = {"path": None, "old": None, "deadline": None, **options}
     meta = {"commit": "c", "gpu": None}
     bench = Benchmark(job, peers.Found(found), timer or timing.CpuTimer(), LIMITS, meta, **settings)
     bench.run()
@@ -183,8 +183,42 @@ def test_gives_up_on_what_never_works() -> None:
     bench, _ = run([base(), ours(), broken], job=job)
     assert broken.tries == 2
     assert [e["reason"] for e in bench.notes.failed] == ["RuntimeError: cannot compile"] * 2 + [
-        "given up, after it has failed everywhere before"
+        "given up, see before"
     ] * 2
+
+
+def test_capture_is_tried_once(fake_cuda: FakeCuda) -> None:
+    """What cannot be captured is left out from then on, and does not keep others from being timed."""
+    attempts = 0
+
+    def fails(y: Tensor) -> Tensor:
+        nonlocal attempts
+        if fake_cuda.capturing is not None:
+            attempts += 1
+            raise RuntimeError("operation not permitted when stream is capturing")
+        return y
+
+    found: list[Peer] = [base(fake_cuda), ours(fake_cuda), Stub("gemlite", fake_cuda, fails)]
+    bench, rows = run(found, FakeCudaTimer(20_000.0))
+    assert attempts == 1 and len(rows) == 18
+    assert [e["reason"] for e in bench.notes.failed] == [
+        "CaptureError: operation not permitted when stream is capturing",
+        "given up, see before",
+    ]
+
+
+def test_out_of_memory_is_not_the_end(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    original = peers.random_weight
+
+    def make(n: int, *rest: Any) -> PackedWeight:
+        if n == 64:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 GiB")
+        return original(n, *rest)
+
+    monkeypatch.setattr(peers, "random_weight", make)
+    bench, rows = run([base(), ours()])
+    assert {r.N for r in rows} == {128} and bench.done == 3
+    assert "not timed: everything: OutOfMemoryError: CUDA out of memory" in capsys.readouterr().out
 
 
 def test_refusal_is_noted() -> None:
@@ -243,7 +277,7 @@ def test_deadline_keeps_what_is_measured(fake_cuda: FakeCuda, tmp_path: Path) ->
     path = tmp_path / "r.json"
     found = [base(fake_cuda), ours(fake_cuda)]
     bench, rows = run(found, FakeCudaTimer(20_000.0), path=path, deadline=30.0, clock=clock)
-    assert 0 < bench.done < bench.cells
+    assert 0 < bench.done < bench.total and bench.stopped
     assert sorted(r.key for r in results.read(path).rows) == sorted(r.key for r in rows)
 
 
@@ -253,15 +287,29 @@ def test_resume_measures_the_rest(fake_cuda: FakeCuda, tmp_path: Path) -> None:
     run([base(fake_cuda), ours(fake_cuda)], FakeCudaTimer(20_000.0), job, path=path)
     mine = ours(fake_cuda)
     found = [base(fake_cuda), mine]
-    bench, rows = run(found, FakeCudaTimer(20_000.0), path=path, old=results.read(path), resume=True)
+    old = results.read(path)
+    todo = compare.missing_products(JOB, old)
+    assert todo == {(128, 64, "float16"): [1, 16, 200]}
+    bench, rows = run(found, FakeCudaTimer(20_000.0), path=path, old=old, todo=todo)
     assert mine.prepared == 2  # the second weight alone, dense and 2:4
-    assert bench.skipped == 3 and bench.done == 3
+    assert bench.done == bench.total == 3
     assert {r.N for r in rows} == {128}
     assert len(results.read(path).rows) == 18
-    # Another scheme is not known yet.
-    other = replace(JOB, group_size=64)
-    bench, _ = run(found, FakeCudaTimer(20_000.0), other, path=path, old=results.read(path), resume=True)
-    assert bench.skipped == 0
+
+
+def test_what_is_missing() -> None:
+    rows = [make_row(impl=i, N=64, K=128, M=16, group_size=32) for i in ("cublas", "sparse_marlin", "humming")]
+    known = Results({}, [*rows, make_row(impl="sparse_marlin", N=64, K=128, M=1, group_size=32)])
+    dense = replace(JOB, shapes=((64, 128),), sparsities=("none",))
+    assert compare.missing_products(dense, known) == {(64, 128, "float16"): [1, 200]}
+    everything = {(64, 128, "float16"): [1, 16, 200]}
+    assert compare.missing_products(dense, None) == everything
+    for other in (
+        replace(dense, group_size=64),
+        replace(dense, bits=8),
+        replace(dense, sparsities=("none", "2:4")),  # 2:4 is not known yet
+    ):
+        assert compare.missing_products(other, known) == everything
 
 
 def test_checked_rows() -> None:
@@ -412,8 +460,9 @@ def test_wrong_result_of_ours_is_a_failure(monkeypatch: pytest.MonkeyPatch, caps
 
 def test_search_is_used(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     found = peers.Found([base(), ours(), peers.Cusparselt(), peers.Cusparselt({})])
-    assert compare.start_search(found, replace(JOB, sparsities=("none",))) is None
-    assert compare.start_search(peers.Found([base(), peers.Cusparselt()]), JOB) is None
+    todo = compare.missing_products(JOB, None)
+    assert compare.start_search(found, replace(JOB, sparsities=("none",)), todo) is None
+    assert compare.start_search(peers.Found([base(), peers.Cusparselt()]), JOB, todo) is None
 
     outcome = compare.Search.__new__(compare.Search)
     from cusparselt import Outcome
@@ -421,7 +470,7 @@ def test_search_is_used(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
     known = Outcome(times={(64, 128, "float16", 1): {0: 5.0, 2: 3.0}}, crashed=[((64, 128, "float16", 1), 1)])
     monkeypatch.setattr(compare.Search, "finish", lambda self, expired: known)
     meta: dict[str, Any] = {}
-    compare.use_algorithms(found, outcome, JOB, None, meta)
+    compare.use_algorithms(found, outcome, JOB, todo, None, meta)
     best = found.peers[3]
     assert isinstance(best, peers.Cusparselt) and best.algorithms == {(64, 128, "float16", 1): 2}
     assert isinstance(found.peers[2], peers.Cusparselt) and found.peers[2].algorithms is None

@@ -209,6 +209,14 @@ def test_find(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found.skipped["humming"] == "there is no GPU"
 
 
+def test_one_that_fails_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(self: peers.Peer) -> str:
+        raise OSError("a broken installation\nand how")
+
+    monkeypatch.setattr(peers.Humming, "missing", missing)
+    assert peers.find(["humming"], []).skipped == {"humming": "OSError: a broken installation"}
+
+
 def test_machete_is_for_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(peers, "not_importable", lambda module: None)

@@ -99,6 +99,16 @@ def test_merge_of_notes() -> None:
     assert merged["host_us"] == [{**subject, "us": 8.0}]
 
 
+def test_merge_of_algorithms() -> None:
+    a, b = [16, 32, "float16", 1], [16, 32, "float16", 8]
+    meta = {"commit": "c", "gpu": "g", "cusparselt": {"best": [[*a, 1], [*b, 2]], "crashed": [[*a, 5], [*b, 6]]}}
+    later = {"commit": "c", "gpu": "g", "cusparselt": {"best": [[*b, 3]], "crashed": []}}
+    merged = results.merge(Results(meta, []), Results(later, [])).meta["cusparselt"]
+    assert merged == {"best": [[*a, 1], [*b, 3]], "crashed": [[*a, 5]]}
+    without = results.merge(Results(meta, []), Results({"commit": "c", "gpu": "g"}, [])).meta["cusparselt"]
+    assert without == meta["cusparselt"]
+
+
 @pytest.mark.parametrize("field", ["commit", "gpu"])
 def test_merge_refuses(field: str) -> None:
     meta = {"commit": "c", "gpu": "g"}
