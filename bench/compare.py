@@ -481,11 +481,15 @@ def use_algorithms(
     meta: dict[str, Any],
 ) -> None:
     """Waits for the search; meanwhile whatever compiles its kernels when first called may do so."""
+
+    def expired() -> bool:
+        return deadline is not None and time.monotonic() >= deadline
+
     for n, k, dtype in todo if "none" in job.sparsities else ():
         for peer in found.peers:
-            if isinstance(peer, peers.Humming):
+            if isinstance(peer, peers.Humming) and not expired():
                 warm_up(peer, n, k, dtype, job)
-    outcome = search.finish(lambda: deadline is not None and time.monotonic() >= deadline)
+    outcome = search.finish(expired)
     best = outcome.best()
     for peer in found.peers:
         if isinstance(peer, peers.Cusparselt) and peer.algorithms is not None:

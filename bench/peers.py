@@ -302,7 +302,18 @@ class Humming(Peer):
         tensors = {"weight": packed.qweight.view(torch.int32), "weight_scale": packed.scales.to(dtype)}
         layer.load_from_tensors(tensors)
         layer.transform()
-        return Prepared(lambda: no_grad(copy.deepcopy(layer)), s.bits_per_weight(k))
+        return Prepared(lambda: twin(layer), s.bits_per_weight(k))
+
+
+def twin(module: torch.nn.Module) -> torch.nn.Module:
+    """A module that shares everything but its tensors with another one."""
+    other = copy.copy(module)
+    other._parameters = {
+        name: None if p is None else torch.nn.Parameter(p.detach().clone(), requires_grad=False)
+        for name, p in module._parameters.items()
+    }
+    other._buffers = {name: None if b is None else b.clone() for name, b in module._buffers.items()}
+    return other
 
 
 class VllmMarlin(Peer):

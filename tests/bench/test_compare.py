@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import compare
@@ -16,6 +17,7 @@ import timing
 import torch
 from compare import Benchmark, Job
 from conftest import FakeCuda, FakeCudaTimer, make_row
+from cusparselt import Outcome, Search
 from peers import Function, Peer, Prepared
 from results import Limits, Results
 from torch import Tensor
@@ -464,15 +466,97 @@ def test_search_is_used(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
     assert compare.start_search(found, replace(JOB, sparsities=("none",)), todo) is None
     assert compare.start_search(peers.Found([base(), peers.Cusparselt()]), JOB, todo) is None
 
-    outcome = compare.Search.__new__(compare.Search)
-    from cusparselt import Outcome
-
+    search = Search.__new__(Search)
     known = Outcome(times={(64, 128, "float16", 1): {0: 5.0, 2: 3.0}}, crashed=[((64, 128, "float16", 1), 1)])
-    monkeypatch.setattr(compare.Search, "finish", lambda self, expired: known)
+    monkeypatch.setattr(Search, "finish", lambda self, expired: known)
     meta: dict[str, Any] = {}
-    compare.use_algorithms(found, outcome, JOB, todo, None, meta)
+    compare.use_algorithms(found, search, JOB, todo, None, meta)
     best = found.peers[3]
     assert isinstance(best, peers.Cusparselt) and best.algorithms == {(64, 128, "float16", 1): 2}
     assert isinstance(found.peers[2], peers.Cusparselt) and found.peers[2].algorithms is None
     assert meta["cusparselt"]["crashed"] == [[64, 128, "float16", 1, 1]]
     assert "2 algorithms timed for 1 products, 1 crashed" in capsys.readouterr().out
+
+
+def test_program_on_a_gpu(
+    fake_cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The way through main() that a GPU takes, with everything that needs one replaced."""
+
+    class Device(FakeCudaTimer):
+        def __init__(self) -> None:
+            super().__init__(20_000.0)
+
+    class Found(Search):
+        def __init__(self, problems: list[Any]) -> None:
+            assert problems == [(64, 128, "float16", 1), (64, 128, "float16", 16)]
+
+        def finish(self, expired: Callable[[], bool], max_crashes: int = 20) -> Outcome:
+            assert not expired()
+            return Outcome(times={(64, 128, "float16", 1): {0: 5.0, 2: 3.0}}, error="20 algorithms crashed")
+
+    class Sensors:
+        def __init__(self, gpu: str | None) -> None:
+            assert gpu == "GPU-1234"
+
+        def close(self) -> None:
+            pass
+
+        def summary(self) -> dict[str, list[float]]:
+            return {
+                "sm_mhz": [1000.0, 1500.0, 1980.0],
+                "power_w": [90.0, 400.0, 700.0],
+                "temperature_c": [30.0, 40.0, 50],
+            }
+
+    properties = SimpleNamespace(L2_cache_size=60 << 20, uuid="1234")
+    for name, value in (("is_available", True), ("get_device_name", "NVIDIA H200"), ("current_device", 0)):
+        monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *_: properties)
+    monkeypatch.setattr(torch, "_cslt_compress", lambda w: w)
+    monkeypatch.setattr(peers, "cusparselt_linear", lambda x, w, a: x @ w.t())
+    monkeypatch.setattr(peers.Cusparselt, "missing", lambda self: None)
+    monkeypatch.setattr(peers, "Cublas", lambda: base(fake_cuda))
+    monkeypatch.setattr(peers, "Ours", lambda prefix=None: ours(fake_cuda))
+    for module, name, replacement in (
+        (timing, "CudaTimer", Device),
+        (timing, "Sensors", Sensors),
+        (timing, "measure_bandwidth", lambda timer: {"sum": 4000.0, "kernel": 4500.0}),
+        (timing, "measure_peak", lambda timer, dtype: 750.0),
+        (compare, "Search", Found),
+        (compare, "driver_version", lambda: "580.1"),
+    ):
+        monkeypatch.setattr(module, name, replacement)
+    path = tmp_path / "r.json"
+    arguments = [
+        "--dense",
+        "--sparse",
+        "--shapes",
+        "64x128",
+        "--m",
+        "1",
+        "16",
+        "--peers",
+        "cusparselt",
+        "cusparselt:best",
+    ]
+    out = output([*arguments, "--json", str(path), "--time-limit", "100"], capsys)
+    found = results.read(path)
+    assert {(r.impl, r.sparsity, r.M) for r in found.rows} == {
+        *(
+            (i, s, m)
+            for i, s in (("cublas", "none"), ("sparse_marlin", "none"), ("sparse_marlin", "2:4"))
+            for m in (1, 16)
+        ),
+        *(("cusparselt", "2:4", m) for m in (1, 16)),
+        ("cusparselt:best", "2:4", 1),
+    }
+    row = next(r for r in found.rows if r.impl == "cusparselt")
+    assert (row.bits, row.group_size) == (16, 0)
+    assert row.gbps == pytest.approx((64 * 128 * 9 / 8 + 2 * row.M * 192) / row.us / 1e3, rel=1e-3)
+    meta = found.meta
+    assert (meta["gpu"], meta["driver"], meta["l2_mb"], meta["bandwidth_gbs"]) == ("NVIDIA H200", "580.1", 60, 4500)
+    assert meta["cusparselt"]["best"] == [[64, 128, "float16", 1, 2]]
+    assert "NVIDIA H200" in out and "the search was given up: 20 algorithms crashed" in out
+    assert "SM clock 1000 to 1980 MHz (median 1500), power up to 700 W" in out
+    assert "not timed: cusparselt:best 2:4: ValueError: the search found no algorithm for this M (M = 16)" in out
