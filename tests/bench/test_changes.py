@@ -8,7 +8,7 @@ import changes
 import pytest
 import readme
 import results
-from conftest import make_row
+from fakes import make_row
 from results import Results
 
 

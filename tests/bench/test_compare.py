@@ -16,8 +16,8 @@ import results
 import timing
 import torch
 from compare import Benchmark, Job
-from conftest import FakeCuda, FakeCudaTimer, make_row
 from cusparselt import Outcome, Search
+from fakes import FakeCuda, FakeCudaTimer, make_row
 from peers import Function, Peer, Prepared
 from results import Limits, Results
 from torch import Tensor

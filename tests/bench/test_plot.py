@@ -10,7 +10,7 @@ import plot
 import pytest
 import readme
 import results
-from conftest import make_row
+from fakes import make_row
 from results import Results, Row
 
 pytest.importorskip("matplotlib", reason="the plots need matplotlib: pip install sparse-marlin[plot]")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import results
-from conftest import make_row
+from fakes import make_row
 from results import Limits, ResultError, Results
 
 LIMITS = Limits(bandwidth_gbs=1000.0, tflops={"float16": 100.0})

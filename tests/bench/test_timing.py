@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import pytest
 import timing
 import torch
-from conftest import FakeCuda, FakeCudaTimer
+from fakes import FakeCuda, FakeCudaTimer
 from timing import Runner, Timing, interleave
 from torch import Tensor
 
