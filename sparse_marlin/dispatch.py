@@ -7,8 +7,8 @@ clocks and counts.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from math import ceil
 
 import torch
@@ -92,16 +92,32 @@ class Problem:
         return f"M={self.M} N={self.N} K={self.K}, {self.scheme}, {str(self.dtype).removeprefix('torch.')}"
 
 
+STREAM_K, WHOLE, MAX_CLUSTER = 0, 1, 8  # csrc/gemm.h
+
+
 @dataclass(frozen=True)
 class Config:
-    """A kernel, the number of blocks to start it with, and the time that the model expects."""
+    """A kernel, how its blocks share the work, and the time that the model expects.
+
+    Attributes:
+        blocks: thread blocks of a launch.
+        split: :data:`STREAM_K`: equal shares, which may cut tiles. :data:`WHOLE`: no tile is cut. From 2 on: the blocks
+            that form a cluster and share a tile.
+    """
 
     kernel: str
     blocks: int
-    microseconds: float
+    split: int = STREAM_K
+    microseconds: float = 0.0
+
+    @property
+    def step(self) -> str:
+        """As an entry of a plan spells it."""
+        return f"{self.kernel}@{self.blocks}" + (f"/{self.split}" if self.split else "")
 
     def __str__(self) -> str:
-        return f"{self.kernel} in {self.blocks} blocks, about {self.microseconds:.1f} us"
+        how = {STREAM_K: "", WHOLE: " of whole tiles"}.get(self.split, f", clusters of {self.split}")
+        return f"{self.kernel} in {self.blocks} blocks{how}, about {self.microseconds:.1f} us"
 
 
 @dataclass(frozen=True)
@@ -155,51 +171,79 @@ def explain(problem: Problem, device: Device, kernels: Sequence[Kernel]) -> str:
 
 
 def plan(N: int, K: int, scheme: Scheme, dtype: torch.dtype, device: Device, kernels: Sequence[Kernel]) -> str | None:
-    """The choices for every M, as ``csrc/bindings.cpp`` reads them: ``"16:kernel@blocks ... *:kernel@blocks"``.
+    """The choices for every M, as ``csrc/bindings.cpp`` reads them: ``"16:kernel@blocks 64:kernel@blocks/split ..."``.
 
     Returns:
         None if no kernel can run the layer.
     """
-    steps: list[tuple[int, str]] = []
+    chosen: dict[int, Config] = {}
     for tokens in PLAN_TOKENS:
         config = choose(Problem(tokens, N, K, scheme, dtype), device, kernels)
         if config is None:
             return None
-        text = f"{config.kernel}@{config.blocks}"
-        if steps and steps[-1][1] == text:
+        chosen[tokens] = config
+    return plan_text(chosen)
+
+
+def plan_text(chosen: Mapping[int, Config]) -> str:
+    """A plan from the choice for each number of tokens, ascending; the last also serves all larger ones."""
+    steps: list[tuple[int, str]] = []
+    for tokens, config in chosen.items():
+        if steps and steps[-1][1] == config.step:
             steps.pop()
-        steps.append((tokens, text))
-    return " ".join(f"{'*' if tokens == PLAN_TOKENS[-1] else tokens}:{text}" for tokens, text in steps)
+        steps.append((tokens, config.step))
+    last = steps[-1][0]
+    return " ".join(f"{'*' if tokens == last else tokens}:{step}" for tokens, step in steps)
 
 
 def _configure(p: Problem, device: Device, kernel: Kernel) -> Config | Refusal:
+    if reason := _refusal(device, kernel):
+        return Refusal(kernel.name, reason)
+    return min(
+        (replace(c, microseconds=estimate(p, device, kernel, c)) for c in schedules(p, device, kernel)),
+        key=lambda c: (c.microseconds, c.blocks, c.split),
+    )
+
+
+def _refusal(device: Device, kernel: Kernel) -> str | None:
     if kernel.refusal:
-        return Refusal(kernel.name, kernel.refusal)
+        return kernel.refusal
     if device.capability < kernel.min_capability or 0 < kernel.max_capability < device.capability:
         limit = f" to {kernel.max_capability / 10}" if kernel.max_capability else " or newer"
-        return Refusal(kernel.name, f"it is for compute capability {kernel.min_capability / 10}{limit}")
+        return f"it is for compute capability {kernel.min_capability / 10}{limit}"
     if kernel.shared_bytes > device.shared_bytes_per_block:
-        return Refusal(
-            kernel.name,
-            f"it needs {kernel.shared_bytes} bytes of shared memory, of at most {device.shared_bytes_per_block}",
-        )
+        return f"it needs {kernel.shared_bytes} bytes of shared memory, of at most {device.shared_bytes_per_block}"
+    return None
+
+
+def schedules(p: Problem, device: Device, kernel: Kernel) -> list[Config]:
+    """The ways to run a kernel that may be the fastest: with all blocks resident at once, or in full waves of them."""
+    if _refusal(device, kernel):
+        return []
     reserved = 1024  # the system's, per block
     fit = device.shared_bytes_per_multiprocessor // (kernel.shared_bytes + reserved)
     resident = max(1, min(kernel.blocks_per_multiprocessor, fit))
-    work = ceil(p.M / kernel.token_tile) * ceil(p.N / kernel.row_tile) * ceil(p.K / kernel.k_tile)
-    counts = {min(per_sm * device.multiprocessors, work) for per_sm in range(1, resident + 1)}
-    return min((Config(kernel.name, n, _microseconds(p, device, kernel, n)) for n in counts), key=_time_and_blocks)
+    tiles = ceil(p.M / kernel.token_tile) * ceil(p.N / kernel.row_tile)
+    k_tiles = ceil(p.K / kernel.k_tile)
+    counts = [n * device.multiprocessors for n in range(1, resident + 1)]
+    found = {Config(kernel.name, min(n, tiles * k_tiles)) for n in counts}
+    found |= {Config(kernel.name, min(n, tiles), WHOLE) for n in counts}
+    if kernel.min_capability == 90:
+        for split in range(2, min(MAX_CLUSTER, k_tiles) + 1):
+            if tiles * split <= counts[-1]:
+                found.add(Config(kernel.name, tiles * split, split))
+    return sorted(found, key=lambda c: (c.split, c.blocks))
 
 
-def _time_and_blocks(config: Config) -> tuple[float, int]:
-    return config.microseconds, config.blocks
-
-
-def _microseconds(p: Problem, device: Device, kernel: Kernel, blocks: int) -> float:
+def estimate(p: Problem, device: Device, kernel: Kernel, config: Config) -> float:
     sparse = p.scheme.sparsity is not None
     rows, tokens = ceil(p.N / kernel.row_tile), ceil(p.M / kernel.token_tile)
     k_tiles = ceil(p.K / kernel.k_tile)
-    steps = ceil(rows * tokens * k_tiles / blocks)  # of a block
+    blocks = config.blocks
+    if config.split == WHOLE:
+        steps = ceil(rows * tokens / blocks) * k_tiles  # of a block
+    else:
+        steps = ceil(rows * tokens * k_tiles / blocks)
     per_sm = ceil(blocks / device.multiprocessors) * steps  # of the busiest multiprocessor
     # The clocks that a step keeps the tensor cores, the ALUs (dequantization) and the port to the L2 busy.
     weights = kernel.row_tile * kernel.k_tile
@@ -214,8 +258,9 @@ def _microseconds(p: Problem, device: Device, kernel: Kernel, blocks: int) -> fl
     streamed = p.N * p.K * stored_bits / 8 + 2 * p.M * (p.N + p.K)
     idle = min(1.0, blocks / device.multiprocessors)
     memory_us = streamed / (device.bandwidth_gbs * _BANDWIDTH_SHARE * idle * 1e3)
-    split = steps % k_tiles != 0  # a block's run ends within a tile of y: another block has the rest
-    return _LAUNCH_US + max(compute_us, memory_us) + (_EXCHANGE_US if split else 0.0)
+    # A block's run ends within a tile of y: another block has the rest.
+    cut = config.split != WHOLE and steps % k_tiles != 0
+    return _LAUNCH_US + max(compute_us, memory_us) + (_EXCHANGE_US if cut else 0.0)
 
 
 def _rate(table: dict[int, tuple[int, int]], tile: int) -> tuple[int, int]:

@@ -15,6 +15,7 @@ from .layouts import KernelWeight, to_kernel
 from .layouts import why_not as no_kernel_form
 from .packed import PackedWeight
 from .scheme import Scheme
+from .tuning import tuned_plan
 
 # Odd sizes, so that padding is tested too, whole tiles and parts of them, and blocks that share a tile.
 _TEST_ROWS, _TEST_COLUMNS, _TEST_TOKENS, _TEST_BLOCKS = 200, 896, (1, 37, 300), 5
@@ -64,8 +65,9 @@ def plan_for(packed: PackedWeight, dtype: torch.dtype) -> str | None:
     if reason := _cannot(index, packed.scheme, dtype) or no_kernel_form(packed, dtype):
         _warn(f"{reason}. The weight is dequantized in PyTorch instead, which is right but slow.")
         return None
+    layer = packed.out_features, packed.in_features, packed.scheme, dtype, device_properties(index)
     table = kernels(packed.scheme, dtype)
-    return plan(packed.out_features, packed.in_features, packed.scheme, dtype, device_properties(index), table)
+    return tuned_plan(*layer, table) or plan(*layer, table)
 
 
 @cache
