@@ -40,8 +40,13 @@ _CODE_KEYS = (
     "_experts_implementation",
 )
 
-# Tensors that models compute by themselves, and that older versions of transformers stored nevertheless.
-_COMPUTED = re.compile(r"(^|\.)(rotary_emb\.inv_freq|attn\.(masked_)?bias|attention\.(masked_)?bias)$")
+# Tensors that models compute by themselves, and that older versions of transformers stored nevertheless: rotary
+# frequencies [D / 2], causal masks [1, 1, T, T] and what these put in place of a score.
+_COMPUTED = {
+    re.compile(r"(^|\.)rotary_emb\.inv_freq$"): 1,
+    re.compile(r"(^|\.)(attn|attention)\.bias$"): 4,
+    re.compile(r"(^|\.)(attn|attention)\.masked_bias$"): 0,
+}
 
 
 @dataclass(frozen=True)
@@ -389,7 +394,7 @@ def _match(checkpoint: Checkpoint) -> tuple[dict[str, list[str]], set[str]]:
         want = expected.get(name) or spare.get(name)
         module, _, leaf = name.rpartition(".")
         if want is None and not ours:
-            if _COMPUTED.search(name):
+            if any(pattern.search(name) and len(header.shape) == dims for pattern, dims in _COMPUTED.items()):
                 continue
             if leaf == "bias" and module in checkpoint.layers:
                 zeros.add(name)

@@ -250,6 +250,15 @@ def test_names_in_an_index_cannot_leave_the_directory(tmp_path: Path) -> None:
             sparse_marlin.load(path)
 
 
+def test_a_bias_that_looks_like_a_mask_is_not_dropped(tmp_path: Path) -> None:
+    path = fixtures.copy("gptq-v1", tmp_path / "m")
+    mask = "model.layers.0.attn.bias"
+    fixtures.edit_tensors(path, lambda t: t.update({mask: torch.ones(1, 1, 4, 4)}))
+    sparse_marlin.load(path)
+    fixtures.edit_tensors(path, lambda t: t.update({mask: torch.ones(4)}))
+    refused(path, f"unexpected in model.safetensors: {mask}")
+
+
 def test_experts_that_the_model_holds_otherwise(tmp_path: Path) -> None:
     path = fixtures.copy("gptq-v1", tmp_path / "m")
     stray = "model.layers.0.mlp.experts.0.up_proj.qweight"

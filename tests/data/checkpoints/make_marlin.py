@@ -34,13 +34,11 @@ class _Anything(types.ModuleType):
         return type(name, (), {"__class_getitem__": classmethod(lambda cls, item: cls)})
 
 
-def module(wheels: Path, pattern: str, source: str, name: str, **stand_ins: object) -> Any:
-    """A module run from a wheel's text, with stand-ins for modules that it imports."""
+def module(wheels: Path, pattern: str, source: str, name: str) -> Any:
+    """A module run from a wheel's text."""
     (wheel,) = wheels.glob(pattern)
     with zipfile.ZipFile(wheel) as z:
         code = z.read(source)
-    for other, value in stand_ins.items():
-        sys.modules[other.replace("__", ".")] = value  # type: ignore[assignment]
     loaded = types.ModuleType(name)
     loaded.__package__ = name.rpartition(".")[0]
     sys.modules[name] = loaded
