@@ -58,7 +58,7 @@ class _Args:
 
 def recognise(config: Mapping[str, Any]) -> bool:
     if "compression_config" in config or "sparsity_config" in config:  # their names before quantization_config
-        return "quantization_config" not in config or _is_ours(config["quantization_config"])
+        return not config.get("quantization_config") or _is_ours(config["quantization_config"])
     return _is_ours(config.get("quantization_config"))
 
 
