@@ -1,9 +1,9 @@
 """LLM inference with 2:4-sparse and dense INT4/INT8 weights."""
 
-from .checkpoints import load, save
+from .checkpoints import convert, load, save
 from .compression import compress, patch_model
 from .linear import CompressedLinear
 from .scheme import Scheme
 
-__all__ = ["CompressedLinear", "Scheme", "compress", "load", "patch_model", "save"]
+__all__ = ["CompressedLinear", "Scheme", "compress", "convert", "load", "patch_model", "save"]
 __version__ = "0.1.0"

@@ -1,4 +1,4 @@
-"""The command ``sparse-marlin``: compress, inspect, evaluate, generate."""
+"""The command ``sparse-marlin``: compress, inspect, convert, evaluate, generate."""
 
 from __future__ import annotations
 
@@ -109,9 +109,16 @@ def _parser() -> argparse.ArgumentParser:
     p.add_argument("--overwrite", action="store_true", help="replace a compressed model at OUT")
     _common(p)
 
-    p = command("inspect", _inspect, "Show how a compressed model is stored, without reading its weights.")
-    p.add_argument("path", metavar="PATH", type=Path, help="directory of a compressed model")
+    p = command("inspect", _inspect, "Show how a model is stored, in whichever format, without reading its weights.")
+    p.add_argument("path", metavar="PATH", type=Path, help="directory of a model")
     p.add_argument("--layers", action="store_true", help="list every layer by itself")
+
+    p = command("convert", _convert, "Convert a model between formats; its weights stay what they are.")
+    p.add_argument("source", metavar="SRC", type=Path, help="directory of a model, in any format that inspect knows")
+    p.add_argument("out", metavar="DST", type=Path, help="directory to write")
+    p.add_argument("--to", choices=checkpoints.TARGETS, default=checkpoints.TARGETS[0], help="format to write")
+    p.add_argument("--bits", type=int, choices=NUM_BITS, help="quantize weights that are 2:4 in floating point")
+    p.add_argument("--group-size", type=int, choices=GROUP_SIZES, default=128, help="columns per scale for these")
 
     p = command("evaluate", _evaluate, "Measure the perplexity of a model on a text.")
     p.add_argument("model", metavar="PATH", help=_MODEL_HELP)
@@ -214,27 +221,43 @@ def _inspect(args: argparse.Namespace) -> None:
         shown = name if args.layers else re.sub(r"\.\d+\.", ".*.", name)
         shape = f"{layer.out_features} × {layer.in_features}"
         weights = layer.out_features * layer.in_features
-        nbytes = sum(stored[f"{name}.{t}"].nbytes for t, _ in layer.named_parameters() if t != "bias")
-        groups.setdefault((shown, shape, str(layer.scheme)), []).append((weights, nbytes))
-    table = Table(title=f"{type(checkpoint.model).__name__} in {args.path}")
+        scheme = str(layer.scheme or "2:4 floating point")
+        groups.setdefault((shown, shape, scheme), []).append((weights, checkpoint.layer_nbytes(name)))
+    table = Table(title=f"{type(checkpoint.model).__name__} in {args.path}, format {checkpoint.format}")
     for title in ("layers", "out × in", "scheme", "count", "MB", "bits/weight"):
         left = title in ("layers", "scheme")
         table.add_column(title, justify="left" if left else "right", overflow="fold")
     for key, sizes in groups.items():
         weights, nbytes = (sum(column) for column in zip(*sizes, strict=True))
         table.add_row(*key, str(len(sizes)), f"{nbytes / 1e6:.2f}", f"{8 * nbytes / weights:.3f}")
-    _out.print(table)
-    weights, nbytes = (sum(column) for column in zip(*(s for sizes in groups.values() for s in sizes), strict=True))
+    if groups:
+        _out.print(table)
+    sizes = [size for part in groups.values() for size in part]
+    weights, nbytes = sum(w for w, _ in sizes), sum(b for _, b in sizes)
     total = sum(t.nbytes for t in stored.values())
     rows = {
+        "format": checkpoint.format,
         "compressed layers": f"{len(checkpoint.layers)}, {weights / 1e6:.1f} M weights, {nbytes / 1e6:.1f} MB",
-        "bits per compressed weight": f"{8 * nbytes / weights:.3f}",
+        "bits per compressed weight": f"{8 * nbytes / weights:.3f}" if weights else "none is compressed",
         "everything else": f"{(total - nbytes) / 1e6:.1f} MB",
         "all tensors": f"{total / 1e6:.1f} MB in {len({t.file for t in stored.values()})} file(s)",
         "computes in": str(checkpoint.dtype).removeprefix("torch."),
     }
     for title, value in rows.items():
         _out.print(f"{title}: {value}")
+
+
+def _convert(args: argparse.Namespace) -> None:
+    def announce(job: checkpoints.Job) -> None:
+        _err.print(
+            f"{args.source}: {job.checkpoint.format}, {len(job.checkpoint.layers)} compressed layers; "
+            f"{len(job.shards)} file(s) to write, about {job.peak_bytes / 1e9:.2f} GB of memory",
+            soft_wrap=True,
+        )
+
+    options = {"bits": args.bits, "group_size": args.group_size, "announce": announce}
+    checkpoints.convert(args.source, args.out, args.to, progress=sys.stderr.isatty(), **options)
+    _out.print(f"{args.out}: written")
 
 
 def _evaluate(args: argparse.Namespace) -> None:

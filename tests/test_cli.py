@@ -157,7 +157,7 @@ def test_refusals_come_before_the_work(
         ("compress", "./missing", out): "missing does not exist",
         ("compress", str(tmp_path), out): "holds no model",
         ("compress", text, out): "is a file",
-        ("inspect", model): "has no quantization_config",
+        ("inspect", text): "is not a directory",
     }
     for argv, message in cases.items():
         assert message in fails(capsys, *argv)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +18,7 @@ CONFIG_NAME = "config.json"
 GENERATION_CONFIG_NAME = "generation_config.json"
 WEIGHTS_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
+SUFFIX = ".safetensors"
 MAX_SHARD_BYTES = 5_000_000_000
 
 _DTYPES = {
@@ -73,7 +74,7 @@ class StoredTensor:
 
 
 class TensorFiles:
-    """The safetensors files of a directory: one ``model.safetensors``, or shards with their index.
+    """The safetensors files of a directory: one file, ``model.safetensors`` by default, or shards with their index.
 
     Construction reads the headers alone, and checks that they agree with the files' sizes and with the index.
 
@@ -88,7 +89,7 @@ class TensorFiles:
         self.tensors: dict[str, StoredTensor] = {}
         index = directory / INDEX_NAME
         if not index.exists():
-            self._add(directory / WEIGHTS_NAME, None)
+            self._add(_only_file(directory), None)
             return
         weight_map = read_json(index).get("weight_map")
         if not isinstance(weight_map, dict):
@@ -96,7 +97,7 @@ class TensorFiles:
         shards: dict[str, set[str]] = {}
         for name, shard in weight_map.items():
             # A name from the index must not lead out of the directory.
-            if not isinstance(shard, str) or Path(shard).name != shard or not shard.endswith(".safetensors"):
+            if not isinstance(shard, str) or Path(shard).name != shard or not shard.endswith(SUFFIX):
                 raise CheckpointError(f"{index}: tensor {name} is said to be in {shard!r}, which is no shard's name")
             shards.setdefault(shard, set()).add(name)
         for shard, names in sorted(shards.items()):
@@ -123,6 +124,34 @@ class TensorFiles:
             with _open(file) as f:
                 for name in f.keys():  # noqa: SIM118  safe_open is no dict
                     yield name, f.get_tensor(name)
+
+    def get(self, names: Iterable[str]) -> dict[str, Tensor]:
+        """Some tensors. Their memory belongs to the files: copy what is to be kept."""
+        by_file: dict[Path, list[str]] = {}
+        for name in names:
+            by_file.setdefault(self.tensors[name].file, []).append(name)
+        found = {}
+        for file, wanted in by_file.items():
+            with _open(file) as f:
+                found.update({name: f.get_tensor(name) for name in wanted})
+        return found
+
+
+def _only_file(directory: Path) -> Path:
+    """The file with all tensors: older tools give it a name of their own."""
+    file = directory / WEIGHTS_NAME
+    if file.exists():
+        return file
+    others = sorted(p.name for p in directory.glob("*"))
+    named = [name for name in others if name.endswith(SUFFIX)]
+    if len(named) == 1:
+        return directory / named[0]
+    if pickles := [name for name in others if name.endswith((".bin", ".pt", ".pth", ".ckpt"))]:
+        raise CheckpointError(
+            f"{file} is missing; {pickles[0]} is not read, since unpickling can run any code: "
+            "save the checkpoint as safetensors with the tool that made it"
+        )
+    return file
 
 
 @contextmanager
@@ -152,18 +181,19 @@ def write_tensors(directory: Path, tensors: Mapping[str, Tensor]) -> None:
         shards[-1].append(name)
         room -= t.nbytes
     if len(shards) == 1:
-        _write_file(directory / WEIGHTS_NAME, tensors, shards[0])
+        write_file(directory / WEIGHTS_NAME, tensors, shards[0])
         return
     weight_map = {}
     for i, names in enumerate(shards, 1):
         file = f"model-{i:05d}-of-{len(shards):05d}.safetensors"
-        _write_file(directory / file, tensors, names)
+        write_file(directory / file, tensors, names)
         weight_map.update(dict.fromkeys(names, file))
     total = sum(t.nbytes for t in tensors.values())
     write_json(directory / INDEX_NAME, {"metadata": {"total_size": total}, "weight_map": weight_map})
 
 
-def _write_file(file: Path, tensors: Mapping[str, Tensor], names: Sequence[str]) -> None:
+def write_file(file: Path, tensors: Mapping[str, Tensor], names: Iterable[str]) -> None:
+    """Writes one safetensors file, always with the same bytes for the same tensors."""
     shard: dict[str, Tensor] = {}
     owners: set[int] = set()
     for name in names:

@@ -23,44 +23,22 @@ import json
 import secrets
 import shutil
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, GenerationConfig
 
 from ..linear import CompressedLinear
-from ..packed import TENSOR_NAMES
+from ..packed import PackedWeight
 from ..scheme import SCALE_DTYPES, Scheme
-from .files import (
-    CONFIG_NAME,
-    GENERATION_CONFIG_NAME,
-    CheckpointError,
-    StoredTensor,
-    TensorFiles,
-    read_json,
-    write_json,
-    write_tensors,
-)
+from . import reading
+from .files import CONFIG_NAME, GENERATION_CONFIG_NAME, CheckpointError, read_json, write_json, write_tensors
+from .reading import Expected, Format, Layout, Slot, StoredLayer
 
 QUANT_METHOD = "sparse_marlin"
 FORMAT_VERSION = 1
-
-_COMPUTE_DTYPES = {str(t).removeprefix("torch."): t for t in SCALE_DTYPES}
-_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-
-# Keys of a config that would make transformers import, fetch or choose code.
-_CODE_KEYS = (
-    "auto_map",
-    "attn_implementation",
-    "_attn_implementation",
-    "experts_implementation",
-    "_experts_implementation",
-)
 
 
 def recognise(config: Mapping[str, Any]) -> bool:
@@ -109,7 +87,7 @@ def save(model: nn.Module, path: str | Path, *, tokenizer: Any = None, overwrite
         if tokenizer is not None:
             tokenizer.save_pretrained(scratch)
         write_tensors(scratch, tensors)
-        skeleton = open_checkpoint(scratch, read_json(scratch / CONFIG_NAME)).model
+        skeleton = reading.open_checkpoint(scratch, read_json(scratch / CONFIG_NAME), FORMAT).model
         if type(skeleton) is not type(model):
             raise ValueError(
                 f"this checkpoint would load as {type(skeleton).__name__}, not as {type(model).__name__}: "
@@ -176,10 +154,16 @@ def _config(model: nn.Module, layers: Mapping[str, CompressedLinear], dtype: tor
     config["dtype"] = str(dtype).removeprefix("torch.")
     if not tied:
         config["tie_word_embeddings"] = False
+    config["quantization_config"] = quantization_config({name: layer.scheme for name, layer in layers.items()})
+    return dict(sorted(config.items()))  # as transformers has it
+
+
+def quantization_config(schemes: Mapping[str, Scheme]) -> dict[str, Any]:
+    """The block of a config.json that says how the modules are compressed."""
     groups: dict[Scheme, list[str]] = {}
-    for name, layer in layers.items():
-        groups.setdefault(layer.scheme, []).append(name)
-    config["quantization_config"] = {
+    for name, scheme in schemes.items():
+        groups.setdefault(scheme, []).append(name)
+    return {
         "quant_method": QUANT_METHOD,
         "format_version": FORMAT_VERSION,
         "groups": [
@@ -187,91 +171,45 @@ def _config(model: nn.Module, layers: Mapping[str, CompressedLinear], dtype: tor
             for scheme, names in sorted(groups.items(), key=lambda item: -len(item[1]))
         ],
     }
-    return dict(sorted(config.items()))  # as transformers has it
 
 
 # ------------------------------------------------------------------------------------------------------------ loading
 
 
-@dataclass(frozen=True)
-class Checkpoint:
-    """A checkpoint whose config and headers have been read and checked, its weights not.
+def read_config(config: Mapping[str, Any]) -> Layout:
+    """How the modules that a config lists are stored."""
+    schemes = read_schemes(config["quantization_config"])
 
-    Attributes:
-        path: the directory.
-        model: the model with its compressed layers, all parameters on the meta device.
-        dtype: what the model computed in when it was saved.
-        files: the stored tensors.
-    """
+    def layer(slot: Slot) -> StoredLayer | None:
+        scheme = schemes.get(slot.name)
+        return None if scheme is None else _stored(slot, scheme)
 
-    path: Path
-    model: nn.Module
-    dtype: torch.dtype
-    files: TensorFiles
-
-    @property
-    def layers(self) -> dict[str, CompressedLinear]:
-        """The compressed layers by name."""
-        return {name: m for name, m in self.model.named_modules() if isinstance(m, CompressedLinear)}
+    return Layout(layer, schemes, ours=True)
 
 
-def load(
-    path: Path, config: Mapping[str, Any], *, dtype: torch.dtype | None, device: torch.device | str | None
-) -> nn.Module:
-    """Loads a checkpoint of this format. See :func:`sparse_marlin.checkpoints.load`."""
-    if dtype is not None and dtype not in SCALE_DTYPES:
-        raise ValueError(f"dtype must be one of {', '.join(_COMPUTE_DTYPES)}, got {dtype}")
-    device = torch.device(device or "cpu")
-    checkpoint = open_checkpoint(path, config, dtype)
-    model, stored = checkpoint.model, checkpoint.files.tensors
-    compute = dtype or checkpoint.dtype
-    scales = {f"{name}.scales" for name in checkpoint.layers}
-    groups = {names[0]: names for names in _tied_names(model, stored)}
-    for name, t in checkpoint.files.read():
-        # Scales may be stored more precisely or less than the model computes; what else differs from the model's
-        # dtype was kept apart from it on purpose.
-        cast = name in scales or t.dtype == checkpoint.dtype
-        value = t.to(device, compute if cast else t.dtype, copy=True)
-        if name in scales and not bool(torch.isfinite(value).all()):
-            raise CheckpointError(f"{stored[name].file}: tensor {name} holds values that are not finite in {compute}")
-        _assign(model, groups[name], value)
-    for name, layer in checkpoint.layers.items():
-        try:
-            layer.packed.check_indices()
-        except ValueError as e:
-            raise CheckpointError(f"{stored[f'{name}.qweight'].file}: the tensors of {name} are damaged: {e}") from e
-    return model.to(device).eval()  # for the buffers that no checkpoint stores
+def _stored(slot: Slot, scheme: Scheme) -> StoredLayer:
+    n, k = slot.out_features, slot.in_features
+    if reason := scheme.why_not(n, k):
+        raise ValueError(f"cannot be stored as {scheme}: {reason}")
+    codes, groups = k // 2 if scheme.sparsity else k, scheme.num_groups(k)
+    tensors = {
+        "qweight": Expected((n, -(-codes * scheme.num_bits // 8)), (torch.uint8,)),
+        "scales": Expected((n, groups), reading.FLOATS),
+    }
+    if scheme.sparsity:
+        tensors["meta"] = Expected((n, -(-k // 8)), (torch.uint8,))
+    if not scheme.symmetric:
+        tensors["zero_point"] = Expected((n, groups), (torch.uint8,))
+    if "g_idx" in slot.stored:
+        tensors["g_idx"] = Expected((k,), (torch.int32,))
 
+    def decode(stored: Mapping[str, Tensor]) -> PackedWeight:
+        values = dict(stored)
+        if values["scales"].dtype not in SCALE_DTYPES:
+            values["scales"] = values["scales"].float()
+        return PackedWeight.from_tensors(values, scheme, k)
 
-def open_checkpoint(path: Path, config: Mapping[str, Any], dtype: torch.dtype | None = None) -> Checkpoint:
-    """Reads and checks the config and the headers of a checkpoint.
-
-    Args:
-        path: the directory.
-        config: its config.json.
-        dtype: what the model is to compute in; default: what it computed in when saved.
-
-    Raises:
-        CheckpointError: if the config is not one of this format, or does not describe the stored tensors.
-    """
-    file = path / CONFIG_NAME
-    try:
-        schemes = read_schemes(config["quantization_config"])
-    except CheckpointError as e:
-        raise CheckpointError(f"{file}: {e}") from e
-    name = config.get("dtype")
-    if not isinstance(name, str) or name not in _COMPUTE_DTYPES:
-        raise CheckpointError(f"{file}: dtype must be one of {', '.join(_COMPUTE_DTYPES)}, got {name!r}")
-    saved_dtype = _COMPUTE_DTYPES[name]
-    files = TensorFiles(path)
-    model = _skeleton(file, config, dtype or saved_dtype)
-    if (generation := path / GENERATION_CONFIG_NAME).exists():
-        model.generation_config = GenerationConfig.from_dict(read_json(generation))  # type: ignore[assignment]
-    for name, scheme in schemes.items():
-        _swap(file, model, name, scheme, has_g_idx=f"{name}.g_idx" in files.tensors)
-    checkpoint = Checkpoint(path, model, saved_dtype, files)
-    _check_tensors(checkpoint)
-    return checkpoint
+    return StoredLayer(n, k, scheme, tensors, decode)
 
 
 def read_schemes(quantization: Mapping[str, Any]) -> dict[str, Scheme]:
@@ -312,119 +250,4 @@ def _require_keys(what: str, value: Any, keys: set[str]) -> None:
         raise CheckpointError(f"{what} must have exactly the keys {', '.join(sorted(keys))}, got {value!r:.80}")
 
 
-def _skeleton(file: Path, config: Mapping[str, Any], dtype: torch.dtype) -> nn.Module:
-    """The uncompressed model that a config describes, parameters on the meta device, buffers computed."""
-    model_type = config.get("model_type")
-    if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
-        raise CheckpointError(f"{file}: the installed transformers does not know the model_type {model_type!r}")
-    try:
-        # From the dictionary, not through AutoConfig, which would look for code of the checkpoint's own.
-        parsed = CONFIG_MAPPING[model_type].from_dict(_without_code(config))
-        with _parameters_on_meta():
-            model: nn.Module = AutoModelForCausalLM.from_config(parsed, dtype=dtype)
-    except Exception as e:  # whatever a config's values make of transformers, the config is at fault
-        raise CheckpointError(f"{file} does not describe a causal LM: {e}") from e
-    return model
-
-
-def _without_code(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {k: _without_code(v) for k, v in value.items() if k not in _CODE_KEYS}
-    return value
-
-
-@contextmanager
-def _parameters_on_meta() -> Iterator[None]:
-    """Modules built inside have their parameters on the meta device, but real buffers.
-
-    A model built under ``torch.device("meta")`` would lose the buffers that it computes and no checkpoint stores, such
-    as the rotary frequencies. Here one parameter exists at a time, for the moment before it is registered.
-    """
-    register = nn.Module.register_parameter
-
-    def register_on_meta(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
-        if param is not None and not param.is_meta:
-            param = nn.Parameter(param.to("meta"), requires_grad=param.requires_grad)
-        register(self, name, param)
-
-    nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        nn.Module.register_parameter = register  # type: ignore[method-assign]
-
-
-def _swap(file: Path, model: nn.Module, name: str, scheme: Scheme, *, has_g_idx: bool) -> None:
-    try:
-        linear = model.get_submodule(name)
-    except AttributeError:
-        linear = None
-    if type(linear) is not nn.Linear:
-        what = "does not exist" if linear is None else f"is a {type(linear).__name__}, not a Linear,"
-        raise CheckpointError(f"{file}: modules lists {name}, which {what} in {type(model).__name__}")
-    try:
-        layer = CompressedLinear.empty(
-            linear.in_features, linear.out_features, scheme, bias=linear.bias is not None, g_idx=has_g_idx
-        )
-    except ValueError as e:
-        raise CheckpointError(f"{file}: {name} cannot be stored as {scheme}: {e}") from e
-    parent, _, leaf = name.rpartition(".")
-    setattr(model.get_submodule(parent), leaf, layer)
-
-
-def _tied_names(model: nn.Module, stored: Mapping[str, StoredTensor]) -> list[list[str]]:
-    """Names of each tensor of the model that a checkpoint stores, the one that is stored first."""
-    groups: dict[int, list[str]] = {}
-    for name, t in model.state_dict(keep_vars=True).items():
-        groups.setdefault(id(t), []).append(name)
-    return [sorted(names, key=lambda n: n not in stored) for names in groups.values()]
-
-
-def _check_tensors(checkpoint: Checkpoint) -> None:
-    """Compares the headers with what the model needs, both ways."""
-    stored = checkpoint.files.tensors
-    expected = {names[0]: t for names, t in _expected(checkpoint)}
-    problems = [f"missing: {name} {list(t.shape)}" for name, t in expected.items() if name not in stored]
-    for name, header in stored.items():
-        if (t := expected.get(name)) is None:
-            problems.append(f"unexpected in {header.file.name}: {name}{_why_unexpected(checkpoint, name)}")
-            continue
-        allowed = _FLOATS if t.is_floating_point() else (t.dtype,)
-        if header.shape != tuple(t.shape) or header.dtype not in allowed:
-            problems.append(
-                f"wrong in {header.file.name}: {name} must be {t.dtype} {list(t.shape)}, "
-                f"got {header.dtype} {list(header.shape)}"
-            )
-    if problems:
-        shown = "\n  ".join(problems[:8]) + (f"\n  and {len(problems) - 8} more" if len(problems) > 8 else "")
-        raise CheckpointError(
-            f"{checkpoint.path}: the stored tensors are not those that {CONFIG_NAME} describes\n  {shown}"
-        )
-
-
-def _expected(checkpoint: Checkpoint) -> Iterator[tuple[list[str], Tensor]]:
-    tensors = checkpoint.model.state_dict(keep_vars=True)
-    for names in _tied_names(checkpoint.model, checkpoint.files.tensors):
-        yield names, tensors[names[0]]
-
-
-def _why_unexpected(checkpoint: Checkpoint, name: str) -> str:
-    module, _, leaf = name.rpartition(".")
-    if leaf in TENSOR_NAMES and module not in checkpoint.layers:
-        return f" ({module} is not among the modules of quantization_config)"
-    return ""
-
-
-def _assign(model: nn.Module, names: list[str], value: Tensor) -> None:
-    """Puts one tensor where the model has it, as one object under all its names."""
-    parameter: nn.Parameter | None = None
-    for name in names:
-        parent, _, leaf = name.rpartition(".")
-        module = model.get_submodule(parent)
-        if leaf in module._parameters:
-            if parameter is None:
-                old = module._parameters[leaf]
-                parameter = nn.Parameter(value, requires_grad=old is not None and old.requires_grad)
-            module._parameters[leaf] = parameter
-        else:
-            module._buffers[leaf] = value
+FORMAT = Format(QUANT_METHOD, recognise, read_config)
