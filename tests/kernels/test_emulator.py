@@ -71,6 +71,7 @@ FAULTS = {
     ("faults_sm90_store", "one_lane_fences"): ("plain", r"tensor store read of shared .* without fence.proxy.async"),
     ("faults_sm90_store", "no_syncwarp"): ("plain", UNORDERED),
     ("faults_sm90_store", "stage_early"): ("plain", UNORDERED),
+    ("faults_sm90_store", "one_staged_bar"): ("plain", r"not ordered after any wait for the one before"),
     ("faults_sm90_store", "no_staged_wait"): ("race", f"{CHANGED_BY_COPY}|{NEVER_WRITTEN}"),
     ("faults_sm90_store", "release_early"): ("plain", r"is not ordered after the read by warp 9's tensor store"),
     ("faults_sm90_store", "wait_one_short"): ("plain", CHANGED_BY_COPY),

@@ -50,6 +50,7 @@ int main(int argc, char** argv) {
                         {"one_lane_fences", fault<F::ONE_LANE_FENCES>},
                         {"no_syncwarp", fault<F::NO_SYNCWARP>},
                         {"stage_early", fault<F::STAGE_EARLY>},
+                        {"one_staged_bar", fault<F::ONE_STAGED_BAR>},
                         {"no_staged_wait", fault<F::NO_STAGED_WAIT>},
                         {"release_early", fault<F::RELEASE_EARLY>},
                         {"wait_one_short", fault<F::WAIT_ONE_SHORT>},

@@ -65,8 +65,15 @@ static MBarrier& mbarrier(uint32_t at) {
     fail("mbarrier 0x%x is used without a barrier after its initialization", at);
   return it->second;
 }
-static void complete_phase_if_due(MBarrier& m) {
+// A waiter knows phases by their parity: if another one is completed before it looks, it waits for ever.
+static void complete_phase_if_due(uint32_t at, MBarrier& m) {
   if (m.pending || m.pending_bytes) return;
+  const auto known = [&](const auto& waiter) { return waiter.second <= m.time.t[waiter.first]; };
+  if (m.any_completed && std::none_of(m.waited.begin(), m.waited.end(), known))
+    fail("mbarrier 0x%x (dynamic %+d): a phase is completed, not ordered after any wait for the one before", at,
+         int(at) - int(DYNAMIC_AT));
+  m.any_completed = true;
+  m.waited.clear();
   m.completed = m.time;
   m.phase ^= 1;
   m.pending = m.expected;
@@ -96,7 +103,7 @@ void mbar_arrive(uint32_t at, uint32_t expect_bytes) {
   m.pending_bytes += expect_bytes;
   --m.pending;
   progress();
-  complete_phase_if_due(m);
+  complete_phase_if_due(at, m);
 }
 void mbar_wait(uint32_t at, uint32_t parity) {
   MBarrier& m = mbarrier(at);
@@ -104,7 +111,9 @@ void mbar_wait(uint32_t at, uint32_t parity) {
     m.waiters.push_back(&this_fiber());
     wait("mbarrier");
   }
-  this_warp().time.join(m.completed);
+  Warp& w = this_warp();
+  w.time.join(m.completed);
+  m.waited.emplace(w.id, w.time.t[w.id]);
   progress();
 }
 
@@ -123,7 +132,7 @@ void finish_bulk_copy(Block& b, const BulkCopy& copy) {
   for (const Copy& part : copy.parts) b.finish_copy(part, m.agent, time, ALL_LANES, 0);
   m.time.t[EARLIER_GRIDS] = std::max(m.time.t[EARLIER_GRIDS], copy.earlier_grids);
   m.pending_bytes -= copy.bytes;
-  complete_phase_if_due(m);
+  complete_phase_if_due(copy.bar, m);
 }
 void bulk_load(uint32_t dst, const void* src, uint32_t bytes, uint32_t bar) {
   if (dst % 16 || bytes % 16 || reinterpret_cast<uintptr_t>(src) % 16)

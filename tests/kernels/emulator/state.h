@@ -98,6 +98,8 @@ struct MBarrier {
   unsigned agent, init_warp;
   uint32_t init_clock;
   Clock time, completed;  // of the phase that runs, and of the last one
+  bool any_completed = false;
+  std::map<unsigned, uint32_t> waited;  // who has waited for the last one: warp, and its clock after that
   std::vector<Fiber*> waiters;
 };
 struct WgmmaInFlight {

@@ -10,6 +10,7 @@ enum class StoreFault {
   ONE_LANE_FENCES,  // for a whole warp
   NO_SYNCWARP,      // the lane that arrives does not wait for the others' results
   STAGE_EARLY,      // writes results where the other warpgroup's wgmma still reads tokens
+  ONE_STAGED_BAR,   // for all stages: two arrive at it before the first is stored
   NO_STAGED_WAIT,   // stores what has not been written yet
   RELEASE_EARLY,    // gives a stage back while the store still reads it
   WAIT_ONE_SHORT,   // waits for the store before this one
@@ -45,6 +46,9 @@ __global__ void __launch_bounds__(C::THREADS, 1) store_sm90(StoreArgs p, const _
   STATIC_SHARED(uint64_t, empty_bars, C::STAGES);
   const uint32_t base = ptx::smem_addr(smem), full = ptx::smem_addr(full_bars);
   const uint32_t staged = ptx::smem_addr(staged_bars), empty = ptx::smem_addr(empty_bars);
+  // The barrier that results are there, and the parity of its phase.
+  auto staged_bar = [&](int i) { return staged + (FAULT == F::ONE_STAGED_BAR ? 0 : 8 * (i % C::STAGES)); };
+  auto staged_parity = [&](int i) { return (FAULT == F::ONE_STAGED_BAR ? i : i / C::STAGES) & 1; };
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, tiles = (p.M + C::TOKENS - 1) / C::TOKENS;
   if (threadIdx.x == 0) {
     shared_guard(smem + C::SHARED - SHARED_GUARD);
@@ -76,7 +80,7 @@ __global__ void __launch_bounds__(C::THREADS, 1) store_sm90(StoreArgs p, const _
     if (FAULT == F::NO_STAGED_WAIT) ptx::pdl_wait();  // otherwise the barriers lead back to the producer's
     for (int tile = blockIdx.x, i = 0; tile < tiles; tile += gridDim.x, ++i) {
       const int slot = i % C::STAGES;
-      if (FAULT != F::NO_STAGED_WAIT) ptx::mbar_wait(staged + 8 * slot, (i / C::STAGES) & 1);
+      if (FAULT != F::NO_STAGED_WAIT) ptx::mbar_wait(staged_bar(i), staged_parity(i));
       for (int half_n : {0, 1})
         ptx::tensor_store_2d(&y_map, half_n * 64, tile * C::TOKENS, base + slot * C::STAGE + half_n * C::BOX);
       if (FAULT != F::NO_COMMIT) ptx::bulk_commit();
@@ -120,7 +124,7 @@ __global__ void __launch_bounds__(C::THREADS, 1) store_sm90(StoreArgs p, const _
     if (FAULT != F::NO_PROXY_FENCE && FAULT != F::ONE_LANE_FENCES) ptx::fence_proxy_async();
     if (FAULT != F::NO_SYNCWARP) __syncwarp();
     if (lane == 0 && FAULT == F::ONE_LANE_FENCES) ptx::fence_proxy_async();
-    if (lane == 0) ptx::mbar_arrive(staged + 8 * slot);
+    if (lane == 0) ptx::mbar_arrive(staged_bar(i));
   }
   p.sums[blockIdx.x * C::CONSUMERS * 32 + threadIdx.x] = sum;
 #endif
