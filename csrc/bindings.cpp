@@ -230,7 +230,7 @@ std::string kernels(int64_t num_bits, int64_t group_size, bool sparse, bool zero
 }
 
 // Compute capability, multiprocessors, shared memory of a block and of a multiprocessor, clock and memory clock in kHz,
-// bits of the memory bus. torch does not give all of these, and the CUDA runtime's property struct no longer has the
+// bits of the memory bus, clusters of 2, 3, ... blocks that run at once. torch does not give all of these, and the CUDA runtime's property struct no longer has the
 // clocks.
 std::vector<int64_t> device_attributes(int64_t device) {
   const auto get = [&](cudaDeviceAttr attribute) {
@@ -238,13 +238,17 @@ std::vector<int64_t> device_attributes(int64_t device) {
     check_cuda(cudaDeviceGetAttribute(&value, attribute, int(device)), "asking for a device's attributes");
     return int64_t(value);
   };
-  return {get(cudaDevAttrComputeCapabilityMajor) * 10 + get(cudaDevAttrComputeCapabilityMinor),
+  const DeviceGuard guard(static_cast<int32_t>(device));
+  std::vector<int64_t> attributes = {
+      get(cudaDevAttrComputeCapabilityMajor) * 10 + get(cudaDevAttrComputeCapabilityMinor),
           get(cudaDevAttrMultiProcessorCount),
           get(cudaDevAttrMaxSharedMemoryPerBlockOptin),
           get(cudaDevAttrMaxSharedMemoryPerMultiprocessor),
           get(cudaDevAttrClockRate),
           get(cudaDevAttrMemoryClockRate),
           get(cudaDevAttrGlobalMemoryBusWidth)};
+  for (int blocks = 2; blocks <= Schedule::MAX_CLUSTER; ++blocks) attributes.push_back(clusters_at_once(blocks));
+  return attributes;
 }
 
 }  // namespace

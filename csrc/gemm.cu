@@ -131,6 +131,11 @@ std::string gemm(const Problem& problem, const std::string& config, const Schedu
   return instance->start(problem, schedule, stream);
 }
 
+int clusters_at_once(int blocks) {
+  constexpr size_t MOST_OF_A_MULTIPROCESSOR = 200 * 1024;
+  return ::clusters_at_once(gather, GATHER_THREADS, MOST_OF_A_MULTIPROCESSOR, blocks);
+}
+
 std::string gather_columns(const void* x, int64_t x_stride, const int32_t* perm, void* out, int64_t out_stride, int M,
                            int K, CUstream_st* stream) {
   if (M < 1 || K < 1 || out_stride < K || out_stride % GATHER_COLUMNS || !is_aligned(out))

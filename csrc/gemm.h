@@ -78,6 +78,9 @@ int64_t workspace_bytes(const Scheme& scheme, const std::string& config, const S
 
 std::string gemm(const Problem& problem, const std::string& config, const Schedule& schedule, CUstream_st* stream);
 
+// How many clusters of that many blocks the current device runs at once, with one block per multiprocessor.
+int clusters_at_once(int blocks);
+
 // out[m, i] = x[m, perm[i]], i < K, and 0 for K <= i < out_stride. With perm null the columns stay where they are: this
 // also pads an x whose rows are not 16-byte aligned. x has rows x_stride elements apart; elements are 16-bit.
 std::string gather_columns(const void* x, int64_t x_stride, const int32_t* perm, void* out, int64_t out_stride, int M,

@@ -15,18 +15,50 @@ import torch
 
 from .scheme import Scheme
 
-# Multiply-adds per clock and multiprocessor by token tile, dense and 2:4 (dense-equivalent), fed from registers.
-_WGMMA = {8: (630, 1023), 16: (1258, 1819), 32: (2044, 3600), 64: (2045, 3950), 128: (2045, 3988), 256: (2045, 4038)}
-# Of mma.sync and mma.sp, by compute capability; others are taken for GeForce chips.
+# ---- kernels for sm_80: rates of their parts, measured on an H200 in isolation
+# Multiply-adds per clock and multiprocessor of mma.sync and mma.sp (dense-equivalent), by compute capability; others
+# are taken for GeForce chips.
 _MMA = {80: (1024, 2048), 90: (1355, 2028), 100: (1355, 2028)}
 _MMA_GEFORCE = (512, 1024)
 _DEQUANTIZED_PER_CLOCK = 70  # stored weights per clock and multiprocessor, turned into floating point
 _STEP_CLOCKS = 50  # barriers and addresses, per tile of K
-_LAUNCH_US = 2.0  # until the first bytes are there, and the last stores out
 _EXCHANGE_US = 1.0  # a reduction across blocks
-_BANDWIDTH_SHARE = 0.93  # of the memory's nominal bandwidth, streaming
 _LOADED_CLOCK_SHARE = 0.8  # of the maximal clock, with the tensor cores busy
 _L2_BYTES_PER_CLOCK = 60  # per multiprocessor
+
+
+# ---- kernels for sm_90: fitted to 1 370 runs of them on an H200, group 128, FP16, 9 shapes, M = 1 ... 4096
+@dataclass(frozen=True)
+class _Hopper:
+    """Microseconds and shares of one tile of y, dense and 2:4."""
+
+    k_tile: int
+    step: tuple[float, float]  # a tile of K
+    piece: tuple[float, float]  # the rest of a tile of y
+    cut: tuple[float, float]  # share by which steps take longer where tiles are cut: blocks are not in step then
+    many: tuple[float, float]  # share by which they do where a block has many whole tiles
+
+
+_HOPPER = {  # by rows and tokens of the tile
+    (128, 8): _Hopper(256, (0.530, 0.364), (0.574, 0.277), (0.056, -0.039), (-0.129, -0.089)),
+    (256, 8): _Hopper(256, (0.875, 0.541), (0.606, 0.002), (0.033, 0.046), (0.169, 0.073)),
+    (256, 16): _Hopper(256, (0.956, 0.598), (0.388, 0.004), (-0.024, -0.003), (0.172, 0.111)),
+    (256, 32): _Hopper(256, (1.112, 0.677), (0.488, 0.226), (0.011, 0.011), (0.179, 0.112)),
+    (128, 64): _Hopper(256, (0.857, 0.541), (0.288, 0.432), (0.042, 0.055), (0.090, 0.059)),
+    (256, 64): _Hopper(256, (1.573, 1.008), (0.049, 0.169), (0.078, 0.097), (0.0, 0.0)),
+    (128, 128): _Hopper(128, (0.711, 0.447), (0.014, 0.176), (0.098, 0.142), (0.119, 0.149)),
+    (128, 256): _Hopper(128, (1.437, 0.867), (0.054, 0.189), (0.107, 0.189), (0.123, 0.140)),
+}
+_HOPPER_CLOCK_GHZ = 1.98  # of the H200: steps scale with the clock
+_HOPPER_STREAM_K_US = 2.23, 0.0253  # to add up a tile that blocks share; per KB of sums and block
+_HOPPER_CLUSTER_US = 1.73, 0.0074  # the same in a cluster
+_HOPPER_LARGE = 128  # tokens of a tile: smaller ones take part for up to twice their tokens
+_MANY = 4  # whole tiles of a block
+_IDLE_EXPONENT = 0.24  # few blocks still draw much of the bandwidth
+
+# ---- both
+_LAUNCH_US = 1.8  # until the first bytes are there, and the last stores out
+_BANDWIDTH_SHARE = 0.93  # of the memory's nominal bandwidth, streaming
 
 # Numbers of tokens for which a choice is made; in between, the next larger one's is taken.
 PLAN_TOKENS = (8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 8192)
@@ -43,14 +75,15 @@ class Device:
     shared_bytes_per_multiprocessor: int
     clock_ghz: float
     bandwidth_gbs: float
+    clusters: tuple[int, ...] = ()  # of 2, 3, ... blocks that run at once, with one block per multiprocessor
 
     @classmethod
     def parse(cls, name: str, attributes: Sequence[int]) -> Device:
         """Reads the answer of the operator ``device_attributes``; its clocks are in kHz, the bus is in bits."""
-        capability, multiprocessors, per_block, per_sm, clock, memory_clock, bus = attributes
+        capability, multiprocessors, per_block, per_sm, clock, memory_clock, bus, *clusters = attributes
         # Memory transfers twice per clock.
         bandwidth = 2 * memory_clock * bus / 8 / 1e6
-        return cls(name, capability, multiprocessors, per_block, per_sm, clock / 1e6, bandwidth)
+        return cls(name, capability, multiprocessors, per_block, per_sm, clock / 1e6, bandwidth, tuple(clusters))
 
 
 @dataclass(frozen=True)
@@ -92,7 +125,7 @@ class Problem:
         return f"M={self.M} N={self.N} K={self.K}, {self.scheme}, {str(self.dtype).removeprefix('torch.')}"
 
 
-STREAM_K, WHOLE, MAX_CLUSTER = 0, 1, 8  # csrc/gemm.h
+STREAM_K, WHOLE = 0, 1  # csrc/gemm.h
 
 
 @dataclass(frozen=True)
@@ -141,15 +174,19 @@ def why_not(scheme: Scheme, dtype: torch.dtype, device: Device) -> str | None:
 
 
 def configurations(problem: Problem, device: Device, kernels: Sequence[Kernel]) -> list[Config | Refusal]:
-    """Every kernel's best configuration, or why it cannot run: the configurations first, fastest first."""
+    """Every kernel's best configuration, or why it cannot run.
+
+    The configurations come first: those of kernels made for the device's architecture, then of older ones, each with the
+    fastest first.
+    """
     if reason := why_not(problem.scheme, problem.dtype, device):
         return [Refusal("every kernel", reason)]
     found = [_configure(problem, device, k) for k in kernels]
-    # Where the memory is the limit, times tie: the kernel made for this architecture goes first, then names decide, so
-    # that the order of the table does not matter.
+    # The kernels made for an architecture are faster there than older ones, and the models of the two not comparable to
+    # the last microsecond. Names decide ties, so that the order of the table does not matter.
     newest = {k.name: -k.min_capability for k in kernels}
     configs = [c for c in found if isinstance(c, Config)]
-    configs.sort(key=lambda c: (c.microseconds, newest[c.kernel], c.kernel))
+    configs.sort(key=lambda c: (newest[c.kernel], c.microseconds, c.kernel))
     return [*configs, *(r for r in found if isinstance(r, Refusal))]
 
 
@@ -199,6 +236,8 @@ def plan_text(chosen: Mapping[int, Config]) -> str:
 def _configure(p: Problem, device: Device, kernel: Kernel) -> Config | Refusal:
     if reason := _refusal(device, kernel):
         return Refusal(kernel.name, reason)
+    if kernel.min_capability == 90 and kernel.token_tile < _HOPPER_LARGE and 2 * kernel.token_tile < p.M:
+        return Refusal(kernel.name, f"it is for up to {2 * kernel.token_tile} tokens, larger tiles read x less often")
     return min(
         (replace(c, microseconds=estimate(p, device, kernel, c)) for c in schedules(p, device, kernel)),
         key=lambda c: (c.microseconds, c.blocks, c.split),
@@ -228,40 +267,68 @@ def schedules(p: Problem, device: Device, kernel: Kernel) -> list[Config]:
     counts = [n * device.multiprocessors for n in range(1, resident + 1)]
     found = {Config(kernel.name, min(n, tiles * k_tiles)) for n in counts}
     found |= {Config(kernel.name, min(n, tiles), WHOLE) for n in counts}
-    if kernel.min_capability == 90:
-        for split in range(2, min(MAX_CLUSTER, k_tiles) + 1):
-            if tiles * split <= counts[-1]:
+    if kernel.min_capability == 90 and resident == 1:  # two clusters on a multiprocessor get in each other's way
+        for split, at_once in enumerate(device.clusters, 2):
+            if split <= k_tiles and tiles <= at_once:
                 found.add(Config(kernel.name, tiles * split, split))
     return sorted(found, key=lambda c: (c.split, c.blocks))
 
 
 def estimate(p: Problem, device: Device, kernel: Kernel, config: Config) -> float:
+    """The time that a configuration should take, in microseconds."""
+    model = _hopper_us if kernel.min_capability == 90 else _sm80_us
+    return _LAUNCH_US + model(p, device, kernel, config)
+
+
+def _hopper_us(p: Problem, device: Device, kernel: Kernel, config: Config) -> float:
+    sparse, blocks, split = p.scheme.sparsity is not None, config.blocks, config.split
+    nearest = min(_HOPPER, key=lambda t: (abs(t[1] - kernel.token_tile), abs(t[0] - kernel.row_tile)))
+    rates = _HOPPER[nearest]
+    scale = kernel.row_tile * kernel.k_tile / (nearest[0] * rates.k_tile)
+    scale *= _HOPPER_CLOCK_GHZ / device.clock_ghz
+    tiles, k_tiles = ceil(p.N / kernel.row_tile) * ceil(p.M / kernel.token_tile), ceil(p.K / kernel.k_tile)
+    cut = split == STREAM_K and tiles % blocks != 0
+    pieces = ceil(tiles / blocks) if split != STREAM_K else ceil(tiles / blocks) + cut
+    by_split = {STREAM_K: ceil(tiles * k_tiles / blocks), WHOLE: pieces * k_tiles}
+    steps = by_split.get(split, ceil(k_tiles / max(split, 1)))
+    slower = 1.0 + cut * rates.cut[sparse] + (split == WHOLE and pieces >= _MANY) * rates.many[sparse]
+    busy = ceil(blocks / device.multiprocessors) * steps * scale * rates.step[sparse] * slower
+    busy += pieces * rates.piece[sparse]
+    used = min(1.0, blocks / device.multiprocessors) ** _IDLE_EXPONENT
+    memory = _streamed_bytes(p) / (device.bandwidth_gbs * _BANDWIDTH_SHARE * used * 1e3)
+    sums = kernel.row_tile * min(kernel.token_tile, p.M) * 4 / 1024
+    exchange = 0.0
+    if cut:
+        base, per_kb = _HOPPER_STREAM_K_US
+        exchange = base + per_kb * sums * max(1.0, min(blocks / tiles, k_tiles))
+    elif split > WHOLE:
+        base, per_kb = _HOPPER_CLUSTER_US
+        exchange = base + per_kb * sums * split
+    return (busy**4 + memory**4) ** 0.25 + exchange
+
+
+def _sm80_us(p: Problem, device: Device, kernel: Kernel, config: Config) -> float:
     sparse = p.scheme.sparsity is not None
     rows, tokens = ceil(p.N / kernel.row_tile), ceil(p.M / kernel.token_tile)
     k_tiles = ceil(p.K / kernel.k_tile)
     blocks = config.blocks
-    if config.split == WHOLE:
-        steps = ceil(rows * tokens / blocks) * k_tiles  # of a block
-    else:
-        steps = ceil(rows * tokens * k_tiles / blocks)
+    tiles = rows * tokens
+    steps = ceil(tiles / blocks) * k_tiles if config.split == WHOLE else ceil(tiles * k_tiles / blocks)  # of a block
     per_sm = ceil(blocks / device.multiprocessors) * steps  # of the busiest multiprocessor
     # The clocks that a step keeps the tensor cores, the ALUs (dequantization) and the port to the L2 busy.
     weights = kernel.row_tile * kernel.k_tile
-    wgmma = kernel.min_capability == 90
-    rates = _rate(_WGMMA, kernel.token_tile) if wgmma else _MMA.get(device.capability, _MMA_GEFORCE)
-    tensor = weights * kernel.token_tile / rates[sparse]
+    tensor = weights * kernel.token_tile / _MMA.get(device.capability, _MMA_GEFORCE)[sparse]
     alu = weights / (2 if sparse else 1) / _DEQUANTIZED_PER_CLOCK
     stored_bits = p.scheme.bits_per_weight(p.K)
     l2 = (kernel.token_tile * kernel.k_tile * 2 + weights * stored_bits / 8) / _L2_BYTES_PER_CLOCK
     compute_us = per_sm * (max(tensor, alu, l2) + _STEP_CLOCKS) / (device.clock_ghz * _LOADED_CLOCK_SHARE * 1e3)
-    # Weights are streamed once: token tiles of the same rows find them in the L2. Few blocks cannot ask for all of it.
-    streamed = p.N * p.K * stored_bits / 8 + 2 * p.M * (p.N + p.K)
+    # Few blocks cannot ask for all of the bandwidth.
     idle = min(1.0, blocks / device.multiprocessors)
-    memory_us = streamed / (device.bandwidth_gbs * _BANDWIDTH_SHARE * idle * 1e3)
-    # A block's run ends within a tile of y: another block has the rest.
-    cut = config.split != WHOLE and steps % k_tiles != 0
-    return _LAUNCH_US + max(compute_us, memory_us) + (_EXCHANGE_US if cut else 0.0)
+    memory_us = _streamed_bytes(p) / (device.bandwidth_gbs * _BANDWIDTH_SHARE * idle * 1e3)
+    cut = config.split != WHOLE and steps % k_tiles != 0  # a block's run ends within a tile: another has the rest
+    return max(compute_us, memory_us) + (_EXCHANGE_US if cut else 0.0)
 
 
-def _rate(table: dict[int, tuple[int, int]], tile: int) -> tuple[int, int]:
-    return table[max((t for t in table if t <= tile), default=min(table))]
+def _streamed_bytes(p: Problem) -> float:
+    """Weights are streamed once: token tiles of the same rows find them in the L2."""
+    return p.N * p.K * p.scheme.bits_per_weight(p.K) / 8 + 2 * p.M * (p.N + p.K)

@@ -46,7 +46,7 @@ def measure(
     size = sum(t.nbytes for name in KERNEL_TENSOR_NAMES if (t := getattr(form, name)) is not None)
     while len(copies) * size < _COLD_BYTES:
         tensors = {name: None if (t := getattr(form, name)) is None else t.clone() for name in KERNEL_TENSOR_NAMES}
-        copies.append(replace(form, **tensors))
+        copies.append(replace(form, **tensors))  # type: ignore[arg-type]  # by name
     launches = max(len(copies), _MIN_LAUNCHES)
     for tokens, candidates in configs.items():
         x = xs[tokens]
@@ -79,7 +79,7 @@ def _replay(graph: torch.cuda.CUDAGraph) -> float:
     graph.replay()
     end.record()
     end.synchronize()
-    return begin.elapsed_time(end) * 1e3
+    return float(begin.elapsed_time(end)) * 1e3
 
 
 def candidates(
@@ -91,7 +91,7 @@ def candidates(
         for kernel in kernels
         for c in schedules(problem, device, kernel)
     ]
-    every.sort(key=lambda c: c.microseconds)
+    every.sort(key=lambda c: (c.microseconds, c.kernel, c.blocks))
     return [c for c in every if c.microseconds <= worth * every[0].microseconds]
 
 

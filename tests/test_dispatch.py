@@ -22,10 +22,12 @@ from sparse_marlin.dispatch import (
     configurations,
     explain,
     plan,
+    plan_text,
+    schedules,
     why_not,
 )
 
-H200 = Device("H200", 90, 132, 232448, 233472, 1.98, 4916)
+H200 = Device("H200", 90, 132, 232448, 233472, 1.98, 4916, (66, 33, 30, 20, 16, 14, 12))
 A100 = Device("A100", 80, 108, 166912, 167936, 1.41, 2039)
 RTX_4090 = Device("RTX 4090", 89, 128, 101376, 102400, 2.52, 1008)
 T4 = Device("T4", 75, 40, 65536, 65536, 1.59, 320)
@@ -115,7 +117,7 @@ def test_no_more_blocks_than_work_and_residency() -> None:
 def test_plan_covers_every_number_of_tokens_in_order() -> None:
     text = plan(4096, 14336, SPARSE, torch.float16, H200, KERNELS)
     assert text is not None
-    steps = [re.fullmatch(r"(\d+|\*):(\w+)@(\d+)", step) for step in text.split(" ")]
+    steps = [re.fullmatch(r"(\d+|\*):(\w+)@(\d+)(?:/(\d))?", step) for step in text.split(" ")]
     assert all(steps)
     limits = [s[1] for s in steps if s]
     assert limits[-1] == "*"
@@ -124,7 +126,7 @@ def test_plan_covers_every_number_of_tokens_in_order() -> None:
         config = choose(problem(tokens, 4096, 14336), H200, KERNELS)
         step = next(s for s in steps if s and (s[1] == "*" or tokens <= int(s[1])))
         assert config is not None
-        assert (step[2], int(step[3])) == (config.kernel, config.blocks)
+        assert (step[2], int(step[3]), int(step[4] or 0)) == (config.kernel, config.blocks, config.split)
 
 
 @given(
@@ -147,7 +149,65 @@ def test_choice_is_valid_and_independent_of_the_order_of_the_table(
     assert 1 <= config.blocks <= 2 * device.multiprocessors
     assert choose(p, device, [KERNELS[i] for i in seed]) == config
     configs = [c for c in configurations(p, device, KERNELS) if isinstance(c, Config)]
-    assert config.microseconds == min(c.microseconds for c in configs)
+    made_for_it = [c for c in configs if c.kernel.startswith("sm90") == config.kernel.startswith("sm90")]
+    assert config.microseconds == min(c.microseconds for c in made_for_it)
+    if config.split > 1:
+        assert config.blocks % config.split == 0
+        assert config.blocks // config.split <= device.clusters[config.split - 2]
+
+
+def test_kernels_made_for_an_architecture_go_before_older_ones() -> None:
+    names = [c.kernel for c in configurations(problem(16), H200, KERNELS) if isinstance(c, Config)]
+    assert [n[:4] for n in names] == sorted((n[:4] for n in names), reverse=True)
+
+
+def test_few_tiles_are_split_between_the_blocks_of_clusters_that_fit() -> None:
+    kernel = Kernel("sm90_128x64", 90, 90, 64, 128, 256, 220 << 10, 1)
+    found = schedules(problem(64), H200, kernel)  # 32 tiles of 16 tiles of K
+    assert Config("sm90_128x64", 132) in found  # stream-K
+    assert Config("sm90_128x64", 32, 1) in found  # whole tiles
+    assert {(c.split, c.blocks) for c in found if c.split > 1} == {
+        (2, 64),
+        (3, 96),
+    }  # 32 clusters: no more than 30 of 4
+    assert not [c for c in schedules(problem(64), replace(H200, clusters=()), kernel) if c.split > 1]
+    two_per_sm = replace(kernel, shared_bytes=100 << 10, blocks_per_multiprocessor=2)
+    assert not [c for c in schedules(problem(64), H200, two_per_sm) if c.split > 1]
+
+
+def test_small_token_tiles_leave_many_tokens_to_larger_ones() -> None:
+    refused = [r.kernel for r in configurations(problem(300), H200, KERNELS) if isinstance(r, Refusal)]
+    assert refused == ["sm90_n8", "sm90_n64"]
+
+
+# Schedules that were the fastest of all on an H200, group 128, float16 (bench/results/h200), and their microseconds.
+@pytest.mark.parametrize(
+    ("m", "n", "k", "scheme", "tile"),
+    [
+        (16, 28672, 8192, SPARSE, "256x16"),
+        (64, 28672, 8192, DENSE, "256x64"),
+        (64, 4096, 4096, SPARSE, "128x64"),
+        (128, 28672, 8192, SPARSE, "128x128"),
+        (4096, 28672, 8192, SPARSE, "128x256"),
+    ],
+)
+def test_measured_choices(m: int, n: int, k: int, scheme: Scheme, tile: str) -> None:
+    tiles = ((128, 8, 256, 2), (256, 8, 256, 1), (256, 16, 256, 1), (256, 32, 256, 1), (128, 64, 256, 1))
+    tiles += ((256, 64, 256, 1), (128, 128, 128, 1), (128, 256, 128, 1))
+    table = [
+        Kernel(f"sm90_{rows}x{tokens}", 90, 90, tokens, rows, k_tile, (100 if per_sm == 2 else 220) << 10, per_sm)
+        for rows, tokens, k_tile, per_sm in tiles
+    ]
+    config = choose(problem(m, n, k, scheme), H200, table)
+    assert config is not None
+    assert config.kernel == f"sm90_{tile}"
+
+
+def test_plan_text_joins_equal_neighbours() -> None:
+    a, b = Config("sm90_256x8", 112, 1), Config("sm90_128x64", 96, 3)
+    assert plan_text({8: a, 16: a, 64: b, 128: Config("sm80_128x64", 132)}) == (
+        "16:sm90_256x8@112/1 64:sm90_128x64@96/3 *:sm80_128x64@132"
+    )
 
 
 def test_reads_what_the_extension_tells() -> None:
@@ -155,6 +215,6 @@ def test_reads_what_the_extension_tells() -> None:
     assert Kernel.parse("a 80 0 0 0 0 0 0 no such group size") == Kernel(
         "a", 80, 0, 0, 0, 0, 0, 0, "no such group size"
     )
-    device = Device.parse("H200", [90, 132, 232448, 233472, 1980000, 3201000, 6144])
+    device = Device.parse("H200", [90, 132, 232448, 233472, 1980000, 3201000, 6144, 66, 33, 30, 20, 16, 14, 12])
     assert device == replace(H200, bandwidth_gbs=device.bandwidth_gbs)
     assert device.bandwidth_gbs == pytest.approx(4916, abs=1)
