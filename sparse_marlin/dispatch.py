@@ -176,8 +176,8 @@ def why_not(scheme: Scheme, dtype: torch.dtype, device: Device) -> str | None:
 def configurations(problem: Problem, device: Device, kernels: Sequence[Kernel]) -> list[Config | Refusal]:
     """Every kernel's best configuration, or why it cannot run.
 
-    The configurations come first: those of kernels made for the device's architecture, then of older ones, each with the
-    fastest first.
+    The configurations come first, the fastest at their head: those of kernels made for the device's architecture, then
+    those of older ones.
     """
     if reason := why_not(problem.scheme, problem.dtype, device):
         return [Refusal("every kernel", reason)]
@@ -304,7 +304,7 @@ def _hopper_us(p: Problem, device: Device, kernel: Kernel, config: Config) -> fl
     elif split > WHOLE:
         base, per_kb = _HOPPER_CLUSTER_US
         exchange = base + per_kb * sums * split
-    return (busy**4 + memory**4) ** 0.25 + exchange
+    return float((busy**4 + memory**4) ** 0.25) + exchange
 
 
 def _sm80_us(p: Problem, device: Device, kernel: Kernel, config: Config) -> float:
