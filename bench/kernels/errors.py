@@ -2,8 +2,8 @@
 
 python bench/kernels/errors.py --json bench/results/h200/errors.json
 
-Every scheme and dtype, every M of a grid, each kernel of the device's own architecture and each for sm_80 by itself: with
-the schedule that the dispatcher would give it. An error may be twice torch's.
+Every scheme and dtype, every M of a grid, each kernel of the device's own architecture and each for sm_80 by itself:
+with the schedule that the dispatcher would give it. An error may be twice torch's.
 """
 
 from __future__ import annotations
