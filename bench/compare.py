@@ -19,7 +19,6 @@ import gc
 import math
 import platform
 import re
-import shlex
 import subprocess
 import sys
 import time
@@ -560,7 +559,7 @@ def metadata(argv: Sequence[str], found: peers.Found) -> dict[str, Any]:
     return {
         "commit": results.commit(),
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "command": shlex.join(["python", "bench/compare.py", *argv]),
+        "command": results.command("bench/compare.py", argv),
         "gpu": torch.cuda.get_device_name() if cuda else None,
         "driver": driver_version() if cuda else None,
         "l2_mb": torch.cuda.get_device_properties(0).L2_cache_size / 2**20 if cuda else None,

@@ -15,7 +15,6 @@ import argparse
 import gc
 import inspect
 import platform
-import shlex
 import statistics
 import sys
 import time
@@ -228,7 +227,7 @@ def run(args: argparse.Namespace) -> None:
     meta: dict[str, Any] = {
         "commit": results.commit(),
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "command": shlex.join(["python", "bench/model.py", *args.argv]),
+        "command": results.command("bench/model.py", args.argv),
         "gpu": torch.cuda.get_device_name(device) if cuda else None,
         "versions": {
             "python": platform.python_version(),

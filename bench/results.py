@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
@@ -180,6 +181,11 @@ def _order(row: Row) -> tuple[Any, ...]:
 def base_times(rows: Iterable[Row]) -> dict[tuple[int, int, int, str], float]:
     """cuBLAS's microseconds by problem."""
     return {r.problem: r.us for r in rows if r.impl == BASE}
+
+
+def command(script: str, argv: Sequence[str]) -> str:
+    """The command of a run; of paths the last part alone, since the rest is about one machine."""
+    return shlex.join(["python", script, *(Path(a).name if "/" in a else a for a in argv)])
 
 
 def commit() -> str:

@@ -22,7 +22,8 @@ _MMA = {80: (1024, 2048), 90: (1355, 2028), 100: (1355, 2028)}
 _MMA_GEFORCE = (512, 1024)
 _DEQUANTIZED_PER_CLOCK = 70  # stored weights per clock and multiprocessor, turned into floating point
 _STEP_CLOCKS = 50  # barriers and addresses, per tile of K
-_EXCHANGE_US = 1.0  # a reduction across blocks
+_EXCHANGE_US, _EXCHANGE_TOKEN_US = 1.0, 0.03  # a reduction across blocks; per token of the tile and block
+_ALONE = 0.85  # of its speed, a block that has a multiprocessor to itself
 _LOADED_CLOCK_SHARE = 0.8  # of the maximal clock, with the tensor cores busy
 _L2_BYTES_PER_CLOCK = 60  # per multiprocessor
 
@@ -325,8 +326,10 @@ def _sm80_us(p: Problem, device: Device, kernel: Kernel, config: Config) -> floa
     # Few blocks cannot ask for all of the bandwidth.
     idle = min(1.0, blocks / device.multiprocessors)
     memory_us = _streamed_bytes(p) / (device.bandwidth_gbs * _BANDWIDTH_SHARE * idle * 1e3)
+    alone = blocks <= device.multiprocessors  # no other block on a multiprocessor works while one waits
     cut = config.split != WHOLE and steps % k_tiles != 0  # a block's run ends within a tile: another has the rest
-    return max(compute_us, memory_us) + (_EXCHANGE_US if cut else 0.0)
+    exchange_us = _EXCHANGE_US + _EXCHANGE_TOKEN_US * min(p.M, kernel.token_tile) * max(1.0, blocks / tiles)
+    return max(compute_us, memory_us) / (_ALONE if alone else 1.0) + (exchange_us if cut else 0.0)
 
 
 def _streamed_bytes(p: Problem) -> float:
