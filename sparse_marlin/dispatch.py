@@ -7,9 +7,10 @@ clocks and counts.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import ceil
+from math import ceil, inf
 
 import torch
 
@@ -86,6 +87,10 @@ class Device:
         return cls(name, capability, multiprocessors, per_block, per_sm, clock / 1e6, bandwidth, tuple(clusters))
 
 
+# GPUs that a choice can be explained for where they are not: what the extension says there.
+RECORDED = {"h200": Device("NVIDIA H200", 90, 132, 232448, 233472, 1.98, 4916, (66, 33, 30, 20, 16, 14, 12))}
+
+
 @dataclass(frozen=True)
 class Kernel:
     """What one block of a compiled kernel does and needs, for one scheme; the extension tells it.
@@ -148,9 +153,26 @@ class Config:
         """As an entry of a plan spells it."""
         return f"{self.kernel}@{self.blocks}" + (f"/{self.split}" if self.split else "")
 
-    def __str__(self) -> str:
+    @classmethod
+    def parse(cls, step: str) -> Config:
+        """The inverse of :attr:`step`, without the time.
+
+        Raises:
+            ValueError: if it is no such text.
+        """
+        found = re.fullmatch(r"(\w+)@([1-9]\d*)(?:/([1-9]\d*))?", step, re.ASCII)
+        if not found:
+            raise ValueError(f"an entry of a plan is kernel@blocks or kernel@blocks/split, got {step!r}")
+        return cls(found[1], int(found[2]), int(found[3] or STREAM_K))
+
+    @property
+    def schedule(self) -> str:
+        """How the work is shared, in words."""
         how = {STREAM_K: "", WHOLE: " of whole tiles"}.get(self.split, f", clusters of {self.split}")
-        return f"{self.kernel} in {self.blocks} blocks{how}, about {self.microseconds:.1f} us"
+        return f"{self.blocks} blocks{how}"
+
+    def __str__(self) -> str:
+        return f"{self.kernel} in {self.schedule}, about {self.microseconds:.1f} us"
 
 
 @dataclass(frozen=True)
@@ -233,6 +255,28 @@ def plan_text(chosen: Mapping[int, Config]) -> str:
     return " ".join(f"{'*' if tokens == last else tokens}:{step}" for tokens, step in steps)
 
 
+def parse_plan(text: str) -> dict[float, Config]:
+    """The choices of a plan by the largest number of tokens that they serve, without the times.
+
+    Raises:
+        ValueError: if the text is no plan.
+    """
+    steps: dict[float, Config] = {}
+    for entry in text.split(" "):
+        tokens, _, step = entry.partition(":")
+        if tokens != "*" and not re.fullmatch(r"[1-9]\d*", tokens, re.ASCII):
+            raise ValueError(f"an entry of a plan begins with a number of tokens or *, got {entry!r}")
+        steps[inf if tokens == "*" else int(tokens)] = Config.parse(step)
+    if list(steps) != sorted(steps) or inf not in steps:
+        raise ValueError(f"the numbers of tokens of a plan must ascend and end with *, got {text!r}")
+    return steps
+
+
+def choice_of(steps: Mapping[float, Config], tokens: int) -> Config:
+    """What a plan, as :func:`parse_plan` returns it, takes for a number of tokens."""
+    return next(config for limit, config in steps.items() if tokens <= limit)
+
+
 def _configure(p: Problem, device: Device, kernel: Kernel) -> Config | Refusal:
     if reason := _refusal(device, kernel):
         return Refusal(kernel.name, reason)
@@ -295,7 +339,7 @@ def _hopper_us(p: Problem, device: Device, kernel: Kernel, config: Config) -> fl
     busy = ceil(blocks / device.multiprocessors) * steps * scale * rates.step[sparse] * slower
     busy += pieces * rates.piece[sparse]
     used = min(1.0, blocks / device.multiprocessors) ** _IDLE_EXPONENT
-    memory = _streamed_bytes(p) / (device.bandwidth_gbs * _BANDWIDTH_SHARE * used * 1e3)
+    memory = streamed_bytes(p) / (device.bandwidth_gbs * _BANDWIDTH_SHARE * used * 1e3)
     sums = kernel.row_tile * min(kernel.token_tile, p.M) * 4 / 1024
     exchange = 0.0
     if cut:
@@ -324,11 +368,11 @@ def _sm80_us(p: Problem, device: Device, kernel: Kernel, config: Config) -> floa
     compute_us = per_sm * (max(tensor, alu, l2) + _STEP_CLOCKS) / (device.clock_ghz * _LOADED_CLOCK_SHARE * 1e3)
     # Few blocks cannot ask for all of the bandwidth.
     idle = min(1.0, blocks / device.multiprocessors)
-    memory_us = _streamed_bytes(p) / (device.bandwidth_gbs * _BANDWIDTH_SHARE * idle * 1e3)
+    memory_us = streamed_bytes(p) / (device.bandwidth_gbs * _BANDWIDTH_SHARE * idle * 1e3)
     cut = config.split != WHOLE and steps % k_tiles != 0  # a block's run ends within a tile: another has the rest
     return max(compute_us, memory_us) + (_EXCHANGE_US if cut else 0.0)
 
 
-def _streamed_bytes(p: Problem) -> float:
-    """Weights are streamed once: token tiles of the same rows find them in the L2."""
+def streamed_bytes(p: Problem) -> float:
+    """Bytes of the weight as it is stored, of x and of y, once each: token tiles of the same rows share the L2."""
     return p.N * p.K * p.scheme.bits_per_weight(p.K) / 8 + 2 * p.M * (p.N + p.K)
