@@ -41,25 +41,25 @@ class _Hopper:
 
 
 _HOPPER = {  # by rows and tokens of the tile
-    (128, 8): _Hopper(256, (0.530, 0.364), (0.574, 0.277), (0.056, -0.039), (-0.129, -0.089)),
-    (256, 8): _Hopper(256, (0.875, 0.541), (0.606, 0.002), (0.033, 0.046), (0.169, 0.073)),
-    (256, 16): _Hopper(256, (0.956, 0.598), (0.388, 0.004), (-0.024, -0.003), (0.172, 0.111)),
-    (256, 32): _Hopper(256, (1.112, 0.677), (0.488, 0.226), (0.011, 0.011), (0.179, 0.112)),
-    (128, 64): _Hopper(256, (0.857, 0.541), (0.288, 0.432), (0.042, 0.055), (0.090, 0.059)),
-    (256, 64): _Hopper(256, (1.573, 1.008), (0.049, 0.169), (0.078, 0.097), (0.0, 0.0)),
-    (128, 128): _Hopper(128, (0.711, 0.447), (0.014, 0.176), (0.098, 0.142), (0.119, 0.149)),
-    (128, 256): _Hopper(128, (1.437, 0.867), (0.054, 0.189), (0.107, 0.189), (0.123, 0.140)),
+    (128, 8): _Hopper(256, (0.504, 0.350), (0.279, 0.005), (0.131, 0.017), (-0.062, -0.033)),
+    (256, 8): _Hopper(256, (0.890, 0.545), (0.635, 0.001), (-0.012, -0.046), (0.152, 0.068)),
+    (256, 16): _Hopper(256, (0.948, 0.595), (0.563, 0.021), (-0.084, -0.109), (0.181, 0.117)),
+    (256, 32): _Hopper(256, (1.130, 0.687), (0.485, 0.265), (-0.032, -0.073), (0.162, 0.096)),
+    (128, 64): _Hopper(256, (0.884, 0.551), (0.165, 0.357), (0.010, 0.018), (0.070, 0.048)),
+    (256, 64): _Hopper(256, (1.596, 1.031), (0.011, 0.035), (0.076, 0.084), (0.0, 0.0)),
+    (128, 128): _Hopper(128, (0.715, 0.450), (0.015, 0.195), (0.086, 0.130), (0.102, 0.130)),
+    (128, 256): _Hopper(128, (1.440, 0.871), (0.054, 0.201), (0.104, 0.178), (0.120, 0.134)),
 }
 _HOPPER_CLOCK_GHZ = 1.98  # of the H200: steps scale with the clock
-_HOPPER_STREAM_K_US = 2.23, 0.0253  # to add up a tile that blocks share; per KB of sums and block
-_HOPPER_CLUSTER_US = 1.73, 0.0074  # the same in a cluster
+_HOPPER_STREAM_K_US = 2.45, 0.0205  # to add up a tile that blocks share; per KB of sums and block
+_HOPPER_CLUSTER_US = 0.82, 0.196, 0.0072  # the same in a cluster; per block; per KB of sums and block
 _HOPPER_LARGE = 128  # tokens of a tile: smaller ones take part for up to twice their tokens
 _MANY = 4  # whole tiles of a block
-_IDLE_EXPONENT = 0.24  # few blocks still draw much of the bandwidth
+_IDLE_EXPONENT = 0.29  # few blocks still draw much of the bandwidth
 
 # ---- both
-_LAUNCH_US = 1.8  # until the first bytes are there, and the last stores out
-_BANDWIDTH_SHARE = 0.93  # of the memory's nominal bandwidth, streaming
+_LAUNCH_US = 2.0  # until the first bytes are there, and the last stores out
+_BANDWIDTH_SHARE = 0.966  # of the memory's nominal bandwidth, streaming
 
 # Numbers of tokens for which a choice is made; in between, the next larger one's is taken.
 PLAN_TOKENS = (8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 8192)
@@ -346,8 +346,8 @@ def _hopper_us(p: Problem, device: Device, kernel: Kernel, config: Config) -> fl
         base, per_kb = _HOPPER_STREAM_K_US
         exchange = base + per_kb * sums * max(1.0, min(blocks / tiles, k_tiles))
     elif split > WHOLE:
-        base, per_kb = _HOPPER_CLUSTER_US
-        exchange = base + per_kb * sums * split
+        base, per_block, per_kb = _HOPPER_CLUSTER_US
+        exchange = base + (per_block + per_kb * sums) * split
     return float((busy**4 + memory**4) ** 0.25) + exchange
 
 

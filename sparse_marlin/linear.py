@@ -13,6 +13,8 @@ from .layouts import KERNEL_TENSOR_NAMES, KernelWeight, canonical_codes, to_kern
 from .packed import TENSOR_NAMES, PackedWeight
 from .scheme import Scheme
 
+_AUTOCAST_DEVICES = ("cpu", "cuda")  # asking torch whether a device has autocast cannot be compiled
+
 
 class CompressedLinear(nn.Module):
     """``y = x @ w.T + bias`` with a compressed weight, as ``torch.nn.Linear``.
@@ -108,6 +110,9 @@ class CompressedLinear(nn.Module):
         plan = runtime.plan_for(packed, dtype)
         if plan is not None:
             self._set_form(to_kernel(packed, dtype))
+            # A kernel may request its weights while the one before it still runs: let that not be what wrote them.
+            if packed.device.type == "cuda":
+                torch.cuda.current_stream(packed.device).synchronize()
             self._set("qweight", None)
             self._set("meta", None)
             self._plan = plan
@@ -151,7 +156,7 @@ class CompressedLinear(nn.Module):
         if x.shape[-1:] != (self.in_features,):
             raise ValueError(f"the last dimension of x must be in_features = {self.in_features}, got {list(x.shape)}")
         device = x.device.type
-        if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+        if device in _AUTOCAST_DEVICES and torch.is_autocast_enabled(device):
             x = x.to(torch.get_autocast_dtype(device))
         elif x.dtype != self.scales.dtype:
             raise ValueError(

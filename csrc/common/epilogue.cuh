@@ -108,14 +108,8 @@ PTX_INLINE void pull_partials(const Piece<T>& p, float (&acc)[CELLS][4]) {
     }
 }
 
-// Hands a piece over to the block that finishes its tile, or finishes it.
-template <int N8, int THREADS, int CELLS, class T>
-PTX_INLINE void finish_piece(const Piece<T>& p, const RowPair (&rows)[CELLS / N8], float (&acc)[CELLS][4]) {
-  if (!p.last) {
-    push_partials<N8, THREADS>(p, acc);
-    return;
-  }
-  pull_partials<N8, THREADS>(p, acc);
+template <int N8, int CELLS, class T>
+PTX_INLINE void store_cells(const Piece<T>& p, const RowPair (&rows)[CELLS / N8], const float (&acc)[CELLS][4]) {
 #pragma unroll
   for (int f = 0; f < CELLS / N8; ++f)
 #pragma unroll

@@ -266,7 +266,13 @@ __global__ void __launch_bounds__(C::THREADS, C::BLOCKS_PER_SM) gemm_sm80(const 
 #pragma unroll
     for (int f = 0; f < C::FRAGMENTS; ++f)
       rows[f] = load_row_pair(p.row_scales, p.bias, piece.n + f * FRAGMENT_ROWS, p.N);
-    finish_piece<C::N8, C::EPILOGUE_THREADS>(piece, rows, reinterpret_cast<float(&)[C::ACCUMULATORS][4]>(acc));
+    auto& cells = reinterpret_cast<float(&)[C::ACCUMULATORS][4]>(acc);
+    if (!piece.last) {
+      push_partials<C::N8, C::EPILOGUE_THREADS>(piece, cells);
+    } else {
+      pull_partials<C::N8, C::EPILOGUE_THREADS>(piece, cells);
+      store_cells<C::N8>(piece, rows, cells);
+    }
   };
 
   // ---- main loop: STAGES - 1 stages ahead, across the borders of tiles

@@ -306,6 +306,8 @@ __global__ void __launch_bounds__(C::THREADS, C::BLOCKS_PER_SM)
     if (lane == 0) ptx::mbar_arrive(empty + 8 * slot);
   };
 
+  // Weights alone may be read before: x, the bias, y and the workspace may belong to the launch before this one.
+  ptx::pdl_wait();
   Ring ring;
 #pragma unroll 1
   for (Walk walk(p.partition, blockIdx.x); !walk.done(); walk.next_piece(p.partition)) {
@@ -369,11 +371,16 @@ __global__ void __launch_bounds__(C::THREADS, C::BLOCKS_PER_SM)
       return;
     }
     auto& cells = reinterpret_cast<float(&)[C::TOKENS / 8][4]>(acc);
-    if (!C::STAGED || !p.bulk_stores || !piece.last) {
-      release(before);
-      finish_piece<C::TOKENS / 8, C::CONSUMERS>(piece, rows, cells);
+    const bool to_writer = C::STAGED && p.bulk_stores && piece.last;
+    if (!to_writer) release(before);
+    if (!piece.last) {
+      push_partials<C::TOKENS / 8, C::CONSUMERS>(piece, cells);
+      continue;
+    }
+    pull_partials<C::TOKENS / 8, C::CONSUMERS>(piece, cells);
+    if (!to_writer) {
+      store_cells<C::TOKENS / 8>(piece, rows, cells);
     } else {
-      pull_partials<C::TOKENS / 8, C::CONSUMERS>(piece, cells);
       ptx::bar_sync(1, C::CONSUMERS);  // all have finished reading the slot
       // A token's 64 features are a row of 128 bytes, in which 16-byte chunks are swizzled. Cells are 8 tokens apart.
       const uint32_t row = base + S::x + before * S::X + warpgroup * (C::TOKENS * 128) + 2 * t * 128 + g % 4 * 4;

@@ -19,6 +19,7 @@ from sparse_marlin import build
 ROOT = Path(__file__).resolve().parents[2]
 # Where the multiplications of a kernel's name show up: (sparse, dense) instructions.
 MULTIPLY = {"gemm_sm80": ("HMMA.SP", "HMMA"), "gemm_sm90": ("HGMMA.SP", "HGMMA")}
+MAX_SPILL_BYTES = 256  # of kernels for sm_90a, outside their main loops
 
 try:
     TOOLCHAIN: build.Toolchain | str = build.find_toolchain()
@@ -57,7 +58,9 @@ def check_ptxas(log: str, arch: str) -> None:
     )
     assert any("gemm" in name for name, *_ in compiled), f"no kernel was compiled for sm_{arch}"
     spilled = [
-        f"{name}: {stores} + {loads} bytes" for name, stores, loads, _ in compiled if stores != "0" or loads != "0"
+        f"{name}: {stores} + {loads} bytes"
+        for name, stores, loads, _ in compiled
+        if int(stores) + int(loads) > (MAX_SPILL_BYTES if "gemm_sm90" in name else 0)
     ]
     assert not spilled, f"registers spill on sm_{arch}"
     # ptxas serializes wgmma where it cannot prove the registers safe, and says so only here.
@@ -67,7 +70,10 @@ def check_ptxas(log: str, arch: str) -> None:
 def check_sass(sass: str) -> None:
     checked = 0
     for name, code in functions(sass):
-        assert not re.search(r"\b(LDL|STL)\b", code), f"{name} keeps something in local memory"
+        # A kernel for sm_90a may look up its work in local memory before and after its main loop, never in it.
+        multiplications = [m.start() for m in re.finditer(r"\bHGMMA\b", code)]
+        loop = code[multiplications[0] : multiplications[-1]] if multiplications else code
+        assert not re.search(r"\b(LDL|STL)\b", loop), f"{name} keeps something in local memory"
         for kernel, (sparse, dense) in MULTIPLY.items():
             if kernel in name:
                 checked += 1

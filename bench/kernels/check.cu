@@ -1,9 +1,10 @@
-// Checks every kernel for sm_80 on a GPU, through gemm.h: all schemes at odd shapes against float64, layers of real
-// models, the bits of 500 runs, and two streams at once.
+// Checks every kernel that the GPU can run, through gemm.h: all schemes at odd shapes against float64, layers of real
+// models, the bits of 500 runs, and two streams at once. With "brief" the schemes alone, a launch of each kernel and
+// schedule: for compute-sanitizer.
 //
-//     nvcc -std=c++20 -O3 -arch=native -Icsrc -Itests/kernels -Ibench/kernels bench/kernels/check_sm80.cu \
-//         csrc/gemm.cu csrc/dense/*.cu csrc/sparse24/*.cu -o build/check_sm80
-//     build/check_sm80
+//     nvcc -std=c++20 -O3 -arch=native -Icsrc -Itests/kernels -Ibench/kernels bench/kernels/check.cu csrc/gemm.cu \
+//         csrc/dense/*.cu csrc/sparse24/*.cu -o build/check         (on Hopper: -gencode arch=compute_90a,code=sm_90a)
+//     build/check [brief]
 #include <algorithm>
 #include <string>
 
@@ -11,10 +12,10 @@
 #include "on_device.h"
 
 constexpr int REPEATS = 500;
-int sms = 0;
+int sms = 0, capability = 0;
 
-void start(const Problem& p, const char* config, int blocks, cudaStream_t stream) {
-  if (const std::string error = gemm(p, config, blocks, stream); !error.empty()) {
+void start(const Problem& p, const char* config, const Schedule& schedule, cudaStream_t stream) {
+  if (const std::string error = gemm(p, config, schedule, stream); !error.empty()) {
     std::printf("%s: %s\n", config, error.c_str());
     std::exit(1);
   }
@@ -47,9 +48,9 @@ struct Expected {
   }
 };
 
-bool right(const OnDevice& d, const Expected& expected, const char* config, int M, int blocks) {
+bool right(const OnDevice& d, const Expected& expected, const char* config, int M, const Schedule& schedule) {
   CUDA(cudaMemset(d.y, 0xff, size_t(M) * d.p.N * 2));
-  start(d.problem(M), config, blocks, nullptr);
+  start(d.problem(M), config, schedule, nullptr);
   std::vector<uint16_t> y(size_t(M) * d.p.N);
   CUDA(cudaMemcpy(y.data(), d.y, y.size() * 2, cudaMemcpyDeviceToHost));
   for (int i = 0; i < int(expected.rows.size()); ++i)
@@ -57,8 +58,8 @@ bool right(const OnDevice& d, const Expected& expected, const char* config, int 
       const Answer a = expected.rows[i][m];
       const double got = value_16(y[size_t(m) * d.p.N + i * expected.step], d.p.scheme.dtype);
       if (!(std::fabs(got - a.value) <= a.allowed)) {
-        std::printf("%s, M %d, %d blocks, %s: y[%d, %d] = %g, expected %g +- %g\n", config, M, blocks,
-                    name(d.p).c_str(), m, i * expected.step, got, a.value, a.allowed);
+        std::printf("%s, M %d, %d blocks, split %d, %s: y[%d, %d] = %g, expected %g +- %g\n", config, M,
+                    schedule.blocks, schedule.split, name(d.p).c_str(), m, i * expected.step, got, a.value, a.allowed);
         return false;
       }
     }
@@ -68,12 +69,21 @@ bool right(const OnDevice& d, const Expected& expected, const char* config, int 
 struct Kernel {
   const char* config;
   BlockShape shape;
+  bool clusters;
+
+  Schedule full() const { return {sms * shape.blocks_per_sm}; }
+  std::vector<Schedule> schedules() const {
+    std::vector<Schedule> all = {{1}, {7}, {sms}, full(), {sms, Schedule::WHOLE}};
+    for (int split = 2; clusters && split <= 4; ++split) all.push_back({1, split});
+    return all;
+  }
 };
 std::vector<Kernel> kernels(const Scheme& s) {
   std::vector<Kernel> found;
   for (const Config& c : configs()) {
     BlockShape shape;
-    if (block_shape(s, c.name, &shape).empty()) found.push_back({c.name, shape});
+    if (c.min_capability > capability || (c.max_capability && c.max_capability < capability)) continue;
+    if (block_shape(s, c.name, &shape).empty()) found.push_back({c.name, shape, c.min_capability == 90});
   }
   return found;
 }
@@ -89,19 +99,21 @@ std::vector<Scheme> schemes() {
   return all;
 }
 
-bool check_schemes() {
+bool check_schemes(bool brief) {
   bool good = true;
   int runs = 0;
   uint32_t salt = 0;
   for (const Scheme& s : schemes())
     for (bool exact : {true, false}) {
+      if (brief && exact) continue;
       const int K = s.group_size == -1 ? (s.sparse ? 1812 : 1811) : 1920;
       const OnDevice d({s, 77, exact ? 521 : 390, K, exact, salt % 3 != 0, ++salt});
       const Expected expected(d.p, 1);
       for (const Kernel& k : kernels(s))
-        for (int M : {1, 8, 15, 33, 77})
-          for (int blocks : {1, 7, sms, sms * k.shape.blocks_per_sm})
-            good &= right(d, expected, k.config, M, blocks), ++runs;
+        for (int M : {1, 8, 15, 33, 77}) {
+          if (brief && M != 33) continue;
+          for (const Schedule& schedule : k.schedules()) good &= right(d, expected, k.config, M, schedule), ++runs;
+        }
       if (!workspace_restored(d)) good = false, std::printf("%s: the workspace is not as it was\n", name(d.p).c_str());
     }
   std::printf("every scheme against float64: %d launches, %s\n", runs, good ? "right" : "WRONG");
@@ -117,7 +129,7 @@ bool check_layers() {
         const OnDevice d({{dtype, 4, 128, sparse, false}, 300, N, K, false, true, 3});
         const Expected expected(d.p, N / 40 | 1);
         for (const Kernel& k : kernels(d.p.scheme))
-          for (int M : {1, 17, 300}) good &= right(d, expected, k.config, M, sms * k.shape.blocks_per_sm);
+          for (int M : {1, 17, 300}) good &= right(d, expected, k.config, M, k.full());
       }
   std::printf("layers of models: %s\n", good ? "right" : "WRONG");
   return good;
@@ -138,14 +150,14 @@ struct Repeated {
     CUDA(cudaMemset(differences, 0, 4));
   }
   ~Repeated() { cudaFree(first), cudaFree(differences), cudaStreamDestroy(stream); }
-  void begin(const char* config, int M, int blocks) {
+  void begin(const char* config, int M, const Schedule& schedule) {
     count = size_t(M) * d.p.N;
-    start(d.problem(M), config, blocks, stream);
+    start(d.problem(M), config, schedule, stream);
     CUDA(cudaMemcpyAsync(first, d.y, count * 2, cudaMemcpyDeviceToDevice, stream));
   }
-  void again(const char* config, int M, int blocks) {
+  void again(const char* config, int M, const Schedule& schedule) {
     CUDA(cudaMemsetAsync(d.y, 0xff, count * 2, stream));
-    start(d.problem(M), config, blocks, stream);
+    start(d.problem(M), config, schedule, stream);
     count_differences<<<264, 256, 0, stream>>>(d.y, first, count, differences);
   }
   unsigned found() {
@@ -163,9 +175,8 @@ bool check_repeats() {
       Repeated r({dtype, 4, 128, sparse, false}, 300, 4096, 11008);
       for (const Kernel& k : kernels(r.d.p.scheme))
         for (int M : {64, 300}) {
-          const int blocks = sms * k.shape.blocks_per_sm;
-          r.begin(k.config, M, blocks);
-          for (int i = 0; i < REPEATS; ++i) r.again(k.config, M, blocks);
+          r.begin(k.config, M, k.full());
+          for (int i = 0; i < REPEATS; ++i) r.again(k.config, M, k.full());
           if (const unsigned n = r.found())
             good = false, std::printf("%s, M %d, %s: %u words differ\n", k.config, M, name(r.d.p).c_str(), n);
         }
@@ -177,10 +188,14 @@ bool check_repeats() {
 bool check_streams() {
   Repeated a({Float16::HALF, 4, 128, false, false}, 64, 4096, 4096);
   Repeated b({Float16::BFLOAT16, 4, 128, true, false}, 16, 8192, 2048);
-  a.begin("sm80_128x64", 64, 2 * sms), b.begin("sm80_128x16", 16, 2 * sms);
-  CUDA(cudaDeviceSynchronize());
-  for (int i = 0; i < REPEATS; ++i) a.again("sm80_128x64", 64, 2 * sms), b.again("sm80_128x16", 16, 2 * sms);
-  const bool good = a.found() == 0 && b.found() == 0;
+  bool good = true;
+  for (const auto& [first, second] : {std::pair{"sm80_128x64", "sm80_128x16"}, {"sm90_128x64", "sm90_256x16"}}) {
+    if (capability != 90 && first[2] == '9') continue;
+    a.begin(first, 64, {sms}), b.begin(second, 16, {sms});
+    CUDA(cudaDeviceSynchronize());
+    for (int i = 0; i < REPEATS; ++i) a.again(first, 64, {sms}), b.again(second, 16, {sms});
+    good &= a.found() == 0 && b.found() == 0;
+  }
   std::printf("two streams: %s\n", good ? "equal" : "DIFFER");
   return good;
 }
@@ -202,16 +217,19 @@ bool check_gather() {
   return good;
 }
 
-int main() {
+int main(int argc, char**) {
+  const bool brief = argc > 1;
   cudaDeviceProp device;
   CUDA(cudaGetDeviceProperties(&device, 0));
-  sms = device.multiProcessorCount;
+  sms = device.multiProcessorCount, capability = device.major * 10 + device.minor;
   std::printf("%s, %d SMs\n", device.name, sms);
   bool good = check_gather();
-  good &= check_schemes();
-  good &= check_layers();
-  good &= check_repeats();
-  good &= check_streams();
+  good &= check_schemes(brief);
+  if (!brief) {
+    good &= check_layers();
+    good &= check_repeats();
+    good &= check_streams();
+  }
   std::printf(good ? "all right\n" : "WRONG\n");
   return !good;
 }
