@@ -90,6 +90,8 @@ def self_test(where: torch.device, device: Device, scheme: Scheme, dtype: torch.
     packed = random_weight(n, k, scheme, where)
     weight = packed.dequantize(torch.float32).to(dtype)
     form = to_kernel(packed, dtype)
+    if where.type == "cuda":  # as in CompressedLinear.prepare: what wrote the weight must have ended
+        torch.cuda.current_stream(where).synchronize()
     random = torch.Generator(where).manual_seed(0)
     for config in configurations(Problem(1, n, k, scheme, dtype), device, kernels(scheme, dtype)):
         if not isinstance(config, Config):

@@ -61,6 +61,8 @@ def measure(form: KernelWeight, x: Tensor, configs: Mapping[int, Sequence[Config
     while len(copies) * size < _COLD_BYTES:
         tensors = {name: None if (t := getattr(form, name)) is None else t.clone() for name in KERNEL_TENSOR_NAMES}
         copies.append(replace(form, **tensors))  # type: ignore[arg-type]  # by name
+    if x.is_cuda:  # as in CompressedLinear.prepare: what wrote the weights must have ended
+        torch.cuda.synchronize(x.device)
     for tokens, candidates in configs.items():
         expected: Tensor | None = None
         for config in candidates:
