@@ -1,8 +1,8 @@
 """Which kernel multiplies a problem, in how many thread blocks, and why: pure functions that need no GPU.
 
 A cost model estimates each kernel's time from the bytes and multiplications that its busiest multiprocessor gets. It
-only has to rank kernels: the constants are rates measured on an H200 in isolation, and carried to other GPUs by their
-clocks and counts.
+only has to rank kernels. Its constants are of an H200, measured in isolation for the kernels of sm_80 and fitted to
+runs of those of sm_90a, and carried to other GPUs by their clocks and counts. :mod:`.tuning` measures instead.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ STREAM_K, WHOLE = 0, 1  # csrc/gemm.h
 
 @dataclass(frozen=True)
 class Config:
-    """A kernel, how its blocks share the work, and the time that the model expects.
+    """A kernel, how its blocks share the work, and the time that the model expects or that was measured.
 
     Attributes:
         blocks: thread blocks of a launch.

@@ -56,6 +56,8 @@ def device_properties(index: int) -> Device:
 def plan_for(packed: PackedWeight, dtype: torch.dtype) -> str | None:
     """Which kernels multiply this weight by inputs of ``dtype`` on its device: the ``plan`` of the operator ``gemm``.
 
+    What :func:`sparse_marlin.tuning.tune` found for such a weight on this GPU, else what the cost model expects.
+
     Returns:
         None if no kernel can or may; on a CUDA device a warning says why, once per reason.
     """
@@ -85,7 +87,11 @@ def _cannot(index: int, scheme: Scheme, dtype: torch.dtype) -> str | None:
 
 
 def self_test(where: torch.device, device: Device, scheme: Scheme, dtype: torch.dtype) -> str | None:
-    """Runs every kernel that may be chosen once, against the dequantized weight; why they cannot be used, or None."""
+    """Runs every kernel that may be chosen at a few sizes, in blocks that share tiles, against the dequantized weight.
+
+    Returns:
+        Why they cannot be used, or None.
+    """
     n, k = _TEST_ROWS, _TEST_COLUMNS
     packed = random_weight(n, k, scheme, where)
     weight = packed.dequantize(torch.float32).to(dtype)
