@@ -204,6 +204,8 @@ def configurations(problem: Problem, device: Device, kernels: Sequence[Kernel]) 
     if reason := why_not(problem.scheme, problem.dtype, device):
         return [Refusal("every kernel", reason)]
     found = [_configure(problem, device, k) for k in kernels]
+    if not any(isinstance(c, Config) for c in found):
+        found = [_configure(problem, device, k, at_any_cost=True) for k in kernels]
     # The kernels made for an architecture are faster there than older ones, and the models of the two not comparable to
     # the last microsecond. Names decide ties, so that the order of the table does not matter.
     newest = {k.name: -k.min_capability for k in kernels}
@@ -277,10 +279,11 @@ def choice_of(steps: Mapping[float, Config], tokens: int) -> Config:
     return next(config for limit, config in steps.items() if tokens <= limit)
 
 
-def _configure(p: Problem, device: Device, kernel: Kernel) -> Config | Refusal:
+def _configure(p: Problem, device: Device, kernel: Kernel, at_any_cost: bool = False) -> Config | Refusal:
     if reason := _refusal(device, kernel):
         return Refusal(kernel.name, reason)
-    if kernel.min_capability == 90 and kernel.token_tile < _HOPPER_LARGE and 2 * kernel.token_tile < p.M:
+    small = kernel.min_capability == 90 and kernel.token_tile < _HOPPER_LARGE and 2 * kernel.token_tile < p.M
+    if small and not at_any_cost:
         return Refusal(kernel.name, f"it is for up to {2 * kernel.token_tile} tokens, larger tiles read x less often")
     return min(
         (replace(c, microseconds=estimate(p, device, kernel, c)) for c in schedules(p, device, kernel)),

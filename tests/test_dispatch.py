@@ -181,6 +181,9 @@ def test_few_tiles_are_split_between_the_blocks_of_clusters_that_fit() -> None:
 def test_small_token_tiles_leave_many_tokens_to_larger_ones() -> None:
     refused = [r.kernel for r in configurations(problem(300), H200, KERNELS) if isinstance(r, Refusal)]
     assert refused == ["sm90_n8", "sm90_n64"]
+    alone = choose(problem(300), H200, KERNELS[3:5])
+    assert alone is not None, "they are right for every number of tokens"
+    assert alone.kernel == "sm90_n64"
 
 
 # Schedules that were the fastest of all on an H200, group 128, float16 (bench/results/h200), and their microseconds.
