@@ -1,8 +1,9 @@
 """Perplexity of compression methods on one model, calibrated on the first half of a text and evaluated on the second.
 
-python bench/accuracy.py                                 what the library does by default, and what it is compared with
-python bench/accuracy.py --methods two-pass one-loop     these only
-python bench/accuracy.py --json bench/results/accuracy.json    rows of other methods, measured alike, stay in the file
+    python bench/accuracy.py                                 the library's default, and what it is compared with
+    python bench/accuracy.py --methods two-pass one-loop     these only
+    python bench/accuracy.py --json bench/results/accuracy.json    rows of other methods, measured alike, stay there
+    python bench/accuracy.py --readme bench/results/accuracy.json  puts the table of a finished run into README.md
 
 Setting: 24 windows of 512 tokens drawn from the first half for calibration, the first 24 windows of the second half for
 evaluation, float32, symmetric INT4, group 64, damping 1 %, blocks in sequence.
@@ -16,9 +17,11 @@ import json
 import os
 import platform
 import resource
+import shlex
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, Literal
@@ -62,8 +65,11 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--json", type=Path, help="write the rows there, to those that a run alike has left in it")
-    parser.add_argument("--readme", action="store_true", help="replace the table in README.md by the rows")
+    parser.add_argument("--readme", type=Path, metavar="FILE", help="only put a finished run's table into README.md")
     args = parser.parse_args()
+    if args.readme:
+        readme.replace("accuracy", *table_of(json.loads(args.readme.read_text(encoding="utf-8"))))
+        return
 
     path = args.model or sample_model()
     model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).to(args.device)
@@ -113,23 +119,38 @@ def main() -> None:
         )
         if args.json:  # after every row, so that an interrupted run keeps what it has
             rows = _write(args, rows)
-    if args.readme:
-        columns = ("method", "weights", "bits per weight", "perplexity", "KL to the original", "minutes")
-        cells = [
-            (
-                r["method"],
-                f"{'2:4 ' if r['sparsity'] == '2:4' else ''}{'float32' if r['bits'] == 32 else 'INT4'}",
-                f"{r['bits']:.2f}",
-                f"{r['perplexity']:.2f}",
-                f"{r['kl']:.3f}",
-                f"{r['minutes']:.1f}",
-            )
-            for r in rows
-        ]
-        windows = f"{args.calibration_windows} calibration and {args.evaluation_windows} evaluation windows"
-        setting = f"group {args.group_size}, float32, seed {args.seed}, on {_device(args.device)}"
-        caption = f"{windows} of {WINDOW} tokens, {setting}."
-        readme.replace("accuracy", columns, cells, caption)
+
+
+def table_of(found: dict[str, Any]) -> tuple[tuple[str, ...], list[tuple[str, ...]], str]:
+    """Columns, rows and caption for README.md, from what ``--json`` has written.
+
+    Not the minutes: the file does not say what else ran on the machine.
+    """
+    meta, rows = found["meta"], found["rows"]
+    columns = ("method", "weights", "bits per weight", "perplexity", "KL to the original", "same likeliest token")
+    cells = [
+        (
+            "original" if r["method"] == "fp" else f"`{r['method']}`",
+            f"{'2:4 ' if r['sparsity'] == '2:4' else ''}{'float32' if r['bits'] == 32 else 'INT4'}",
+            f"{r['bits']:.2f}",
+            f"{r['perplexity']:.2f}",
+            f"{r['kl']:.3f}",
+            f"{r['agreement']:.1%}",
+        )
+        for r in rows
+    ]
+    caption = (
+        f"{rows[0]['model']}, group {meta['group_size']}, float32; {meta['calibration_windows']} calibration and "
+        f"{meta['evaluation_windows']} evaluation windows of {meta['window']} tokens from the two halves of "
+        f"{meta['text']}, seed {meta['seed']}. {meta['device']}, torch {meta['torch']}, transformers "
+        f"{meta['transformers']}, commit {meta['commit'][:9]}, {meta['date'][:10]}."
+    )
+    return columns, cells, caption
+
+
+def without_folders(words: Sequence[str]) -> str:
+    """A command line with the names alone of the files in it: where they lie is of use to nobody else."""
+    return shlex.join([*words[:2], *(Path(w).name if "/" in w else w for w in words[2:])])
 
 
 def _write(args: argparse.Namespace, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -154,7 +175,8 @@ def _write(args: argparse.Namespace, rows: list[dict[str, Any]]) -> list[dict[st
         if setting.items() <= before["meta"].items():
             merged = {r["method"]: r for r in before["rows"]} | merged
     rows = [merged[name] for name in METHODS if name in merged]
-    run = {"date": datetime.now(timezone.utc).isoformat(timespec="seconds"), "command": " ".join(["python", *sys.argv])}
+    command = without_folders(["python", "bench/accuracy.py", *sys.argv[1:]])
+    run = {"date": datetime.now(timezone.utc).isoformat(timespec="seconds"), "command": command}
     args.json.parent.mkdir(parents=True, exist_ok=True)
     part = args.json.with_suffix(f".{os.getpid()}")
     part.write_text(json.dumps({"meta": setting | run, "rows": rows}, indent=1) + "\n", encoding="utf-8")

@@ -1,4 +1,4 @@
-"""The command ``sparse-marlin``: compress, inspect, convert, evaluate, generate."""
+"""The command ``sparse-marlin``: compress, inspect, convert, evaluate, generate, bench."""
 
 from __future__ import annotations
 
@@ -18,11 +18,12 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from . import __version__, checkpoints, models, samples
+from . import __version__, bench, checkpoints, models, runtime, samples, tuning
 from .compression import patch_model
 from .compression.solve import METHODS_24, METHODS_DENSE, check_method
+from .dispatch import PLAN_TOKENS, RECORDED, Device, choice_of, explain, parse_plan
 from .evaluate import evaluate
-from .scheme import GROUP_SIZES, NUM_BITS, Sparsity
+from .scheme import GROUP_SIZES, NUM_BITS, Scheme, Sparsity
 
 # A table that goes into a file or a pipe need not fit the 80 columns that are assumed there.
 _out = Console(width=None if sys.stdout.isatty() else 140)
@@ -30,6 +31,7 @@ _err = Console(stderr=True, highlight=False)
 
 _MODEL_HELP = f"local directory, .gguf file, {samples.MODEL!r} ({samples.MODEL_TITLE}), or a name on the hub"
 _DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
+_BENCH_TOKENS = (1, 16, 64, 256, 1024, 4096)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -77,11 +79,7 @@ def _parser() -> argparse.ArgumentParser:
     p = command("compress", _compress, "Compress a model and save it.")
     p.add_argument("model", metavar="MODEL", help=_MODEL_HELP)
     p.add_argument("out", metavar="OUT", type=Path, help="directory to write")
-    p.add_argument("--sparsity", choices=("2:4", "none"), default="2:4", help="keep two of every four weights, or all")
-    p.add_argument("--bits", type=int, choices=NUM_BITS, default=4, help="bits per kept weight")
-    p.add_argument(
-        "--group-size", type=int, choices=GROUP_SIZES, default=128, help="columns per scale; -1: one scale per channel"
-    )
+    _scheme(p)
     p.add_argument(
         "--calibration",
         default="self",
@@ -137,7 +135,39 @@ def _parser() -> argparse.ArgumentParser:
     p.add_argument("--max-new-tokens", type=_positive, default=64, metavar="N", help="tokens to write at most")
     p.add_argument("--temperature", type=float, default=0.0, help="0 always takes the likeliest token")
     _common(p)
+
+    p = command("bench", _bench, "Show which kernels multiply the layers of a model on a GPU, and measure them.")
+    p.add_argument(
+        "layers",
+        metavar="MODEL|NxK",
+        nargs="+",
+        help=f"out_features x in_features, as 4096x14336, or a model: {_MODEL_HELP}",
+    )
+    _scheme(p)
+    p.add_argument("--dtype", choices=tuple(_DTYPES), help="of the inputs; default: the model's, or float16")
+    p.add_argument(
+        "--tokens",
+        type=_token_counts,
+        metavar="M,M,...",
+        help=f"numbers of tokens; default: {','.join(map(str, _BENCH_TOKENS))}, to tune those of a whole plan",
+    )
+    what = p.add_mutually_exclusive_group()
+    what.add_argument("--tune", action="store_true", help="measure all candidates, and remember the fastest ones")
+    what.add_argument("--explain", type=_positive, metavar="M", help="only say what is chosen for M tokens, and why")
+    p.add_argument(
+        "--device",
+        type=_bench_device,
+        help=f"GPU, for example cuda:1, or one whose choices need no GPU to be shown: {', '.join(RECORDED)}",
+    )
     return parser
+
+
+def _scheme(p: argparse.ArgumentParser) -> None:
+    p.add_argument("--sparsity", choices=("2:4", "none"), default="2:4", help="keep two of every four weights, or all")
+    p.add_argument("--bits", type=int, choices=NUM_BITS, default=4, help="bits per kept weight")
+    p.add_argument(
+        "--group-size", type=int, choices=GROUP_SIZES, default=128, help="columns per scale; -1: one scale per channel"
+    )
 
 
 def _common(p: argparse.ArgumentParser) -> None:
@@ -150,6 +180,14 @@ def _positive(text: str) -> int:
     if value < 1:
         raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
     return value
+
+
+def _token_counts(text: str) -> list[int]:
+    return sorted({_positive(part) for part in text.split(",")})
+
+
+def _bench_device(text: str) -> torch.device | Device:
+    return RECORDED.get(text) or _device(text)
 
 
 def _device(text: str) -> torch.device:
@@ -316,6 +354,62 @@ def _generate(args: argparse.Namespace) -> None:
     seconds = time.perf_counter() - start
     count = ids.shape[1] - inputs["input_ids"].shape[1]
     _err.print(f"{count} tokens in {seconds:.1f} s, {count / seconds:.1f} tokens/s", style="dim")
+
+
+def _bench(args: argparse.Namespace) -> None:
+    sparsity: Sparsity | None = None if args.sparsity == "none" else "2:4"
+    gpu, device = _gpu_of(args)
+    layers = bench.layers_of(args.layers, Scheme(args.bits, args.group_size, sparsity), _DTYPES.get(args.dtype))
+    for layer, count in layers.items():
+        kernels = runtime.kernels(layer.scheme, layer.dtype)
+        tuned = (layer.N, layer.K, layer.scheme, layer.dtype, device, kernels)
+        if args.explain:
+            _out.print(explain(layer.problem(args.explain), device, kernels), markup=False, soft_wrap=True)
+            if plan := tuning.tuned_plan(*tuned):
+                config = choice_of(parse_plan(plan), args.explain)
+                _out.print(f"instead, as it was tuned here: {config.kernel} in {config.schedule}")
+            continue
+        weight = None if gpu is None else layer.weight(gpu)
+        if weight is not None and (reason := runtime.why_no_kernel(weight, layer.dtype)):
+            raise RuntimeError(f"{layer}: {reason}")
+        if weight is not None and args.tune:
+            tuning.tune(weight, layer.dtype, args.tokens or PLAN_TOKENS, progress=sys.stderr.isatty())
+        choices = bench.expected(layer, device, kernels, args.tokens or _BENCH_TOKENS)
+        if weight is not None:
+            choices = list(bench.measured(layer, weight, choices))
+        table = Table(
+            title=f"{layer}{f', {count} layers' if count > 1 else ''}, {device.name}"
+            f"{', tuned' if tuning.tuned_plan(*tuned) else ''}"
+        )
+        for title in ("tokens", "kernel", "schedule", "expected us", *(("measured us", "GB/s") if gpu else ())):
+            table.add_column(title, justify="left" if title in ("kernel", "schedule") else "right")
+        for c in choices:
+            times = () if c.microseconds is None else (f"{c.microseconds:.1f}", f"{c.gbps:.0f}")
+            table.add_row(str(c.tokens), c.config.kernel, c.config.schedule, f"{c.config.microseconds:.1f}", *times)
+        _out.print(table)
+    if args.tune:
+        _out.print(f"{tuning.tuned_file()}: the plans that were found; later runs take them", soft_wrap=True)
+
+
+def _gpu_of(args: argparse.Namespace) -> tuple[torch.device | None, Device]:
+    """The GPU to measure on, or None for one that is only recorded, and its properties."""
+    recorded = args.device if isinstance(args.device, Device) else None
+    gpu = args.device or torch.device("cuda")
+    if recorded and args.tune:
+        raise ValueError(f"--tune measures on a GPU that is here: an {recorded.name} is only recorded")
+    if recorded is None and not (gpu.type == "cuda" and torch.cuda.is_available()):
+        found = "torch sees none here" if gpu.type == "cuda" else f"{gpu} is none"
+        raise RuntimeError(
+            f"bench measures the kernels, which needs an NVIDIA GPU, and {found}. "
+            "--device h200 shows what an H200 would run"
+        )
+    if reason := runtime.extension_error():
+        advice = "; SPARSE_MARLIN_CUDA_ARCHS=90a pip install --no-build-isolation . compiles them, with nvcc and no GPU"
+        raise RuntimeError(f"the compiled kernels are not here: {reason}{advice if recorded else ''}")
+    if recorded:
+        return None, recorded
+    gpu = torch.device("cuda", torch.cuda.current_device() if gpu.index is None else gpu.index)
+    return gpu, runtime.device_properties(gpu.index)
 
 
 # ------------------------------------------------------------------------------------------------------------- helpers

@@ -1,15 +1,16 @@
 """Which kernel multiplies a problem, in how many thread blocks, and why: pure functions that need no GPU.
 
 A cost model estimates each kernel's time from the bytes and multiplications that its busiest multiprocessor gets. It
-only has to rank kernels: the constants are rates measured on an H200 in isolation, and carried to other GPUs by their
-clocks and counts.
+only has to rank kernels. Its constants are of an H200, measured in isolation for the kernels of sm_80 and fitted to
+runs of those of sm_90a, and carried to other GPUs by their clocks and counts. :mod:`.tuning` measures instead.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import ceil
+from math import ceil, inf
 
 import torch
 
@@ -87,6 +88,10 @@ class Device:
         return cls(name, capability, multiprocessors, per_block, per_sm, clock / 1e6, bandwidth, tuple(clusters))
 
 
+# GPUs that a choice can be explained for where they are not: what the extension says there.
+RECORDED = {"h200": Device("NVIDIA H200", 90, 132, 232448, 233472, 1.98, 4916, (66, 33, 30, 20, 16, 14, 12))}
+
+
 @dataclass(frozen=True)
 class Kernel:
     """What one block of a compiled kernel does and needs, for one scheme; the extension tells it.
@@ -131,7 +136,7 @@ STREAM_K, WHOLE = 0, 1  # csrc/gemm.h
 
 @dataclass(frozen=True)
 class Config:
-    """A kernel, how its blocks share the work, and the time that the model expects.
+    """A kernel, how its blocks share the work, and the time that the model expects or that was measured.
 
     Attributes:
         blocks: thread blocks of a launch.
@@ -149,9 +154,26 @@ class Config:
         """As an entry of a plan spells it."""
         return f"{self.kernel}@{self.blocks}" + (f"/{self.split}" if self.split else "")
 
-    def __str__(self) -> str:
+    @classmethod
+    def parse(cls, step: str) -> Config:
+        """The inverse of :attr:`step`, without the time.
+
+        Raises:
+            ValueError: if it is no such text.
+        """
+        found = re.fullmatch(r"(\w+)@([1-9]\d*)(?:/([1-9]\d*))?", step, re.ASCII)
+        if not found:
+            raise ValueError(f"an entry of a plan is kernel@blocks or kernel@blocks/split, got {step!r}")
+        return cls(found[1], int(found[2]), int(found[3] or STREAM_K))
+
+    @property
+    def schedule(self) -> str:
+        """How the work is shared, in words."""
         how = {STREAM_K: "", WHOLE: " of whole tiles"}.get(self.split, f", clusters of {self.split}")
-        return f"{self.kernel} in {self.blocks} blocks{how}, about {self.microseconds:.1f} us"
+        return f"{self.blocks} blocks{how}"
+
+    def __str__(self) -> str:
+        return f"{self.kernel} in {self.schedule}, about {self.microseconds:.1f} us"
 
 
 @dataclass(frozen=True)
@@ -183,6 +205,8 @@ def configurations(problem: Problem, device: Device, kernels: Sequence[Kernel]) 
     if reason := why_not(problem.scheme, problem.dtype, device):
         return [Refusal("every kernel", reason)]
     found = [_configure(problem, device, k) for k in kernels]
+    if not any(isinstance(c, Config) for c in found):
+        found = [_configure(problem, device, k, at_any_cost=True) for k in kernels]
     # The kernels made for an architecture are faster there than older ones, and the models of the two not comparable to
     # the last microsecond. Names decide ties, so that the order of the table does not matter.
     newest = {k.name: -k.min_capability for k in kernels}
@@ -234,10 +258,33 @@ def plan_text(chosen: Mapping[int, Config]) -> str:
     return " ".join(f"{'*' if tokens == last else tokens}:{step}" for tokens, step in steps)
 
 
-def _configure(p: Problem, device: Device, kernel: Kernel) -> Config | Refusal:
+def parse_plan(text: str) -> dict[float, Config]:
+    """The choices of a plan by the largest number of tokens that they serve, without the times.
+
+    Raises:
+        ValueError: if the text is no plan.
+    """
+    steps: dict[float, Config] = {}
+    for entry in text.split(" "):
+        tokens, _, step = entry.partition(":")
+        if tokens != "*" and not re.fullmatch(r"[1-9]\d*", tokens, re.ASCII):
+            raise ValueError(f"an entry of a plan begins with a number of tokens or *, got {entry!r}")
+        steps[inf if tokens == "*" else int(tokens)] = Config.parse(step)
+    if list(steps) != sorted(steps) or inf not in steps:
+        raise ValueError(f"the numbers of tokens of a plan must ascend and end with *, got {text!r}")
+    return steps
+
+
+def choice_of(steps: Mapping[float, Config], tokens: int) -> Config:
+    """What a plan, as :func:`parse_plan` returns it, takes for a number of tokens."""
+    return next(config for limit, config in steps.items() if tokens <= limit)
+
+
+def _configure(p: Problem, device: Device, kernel: Kernel, at_any_cost: bool = False) -> Config | Refusal:
     if reason := _refusal(device, kernel):
         return Refusal(kernel.name, reason)
-    if kernel.min_capability == 90 and kernel.token_tile < _HOPPER_LARGE and 2 * kernel.token_tile < p.M:
+    small = kernel.min_capability == 90 and kernel.token_tile < _HOPPER_LARGE and 2 * kernel.token_tile < p.M
+    if small and not at_any_cost:
         return Refusal(kernel.name, f"it is for up to {2 * kernel.token_tile} tokens, larger tiles read x less often")
     return min(
         (replace(c, microseconds=estimate(p, device, kernel, c)) for c in schedules(p, device, kernel)),
@@ -296,7 +343,7 @@ def _hopper_us(p: Problem, device: Device, kernel: Kernel, config: Config) -> fl
     busy = ceil(blocks / device.multiprocessors) * steps * scale * rates.step[sparse] * slower
     busy += pieces * rates.piece[sparse]
     used = min(1.0, blocks / device.multiprocessors) ** _IDLE_EXPONENT
-    memory = _streamed_bytes(p) / (device.bandwidth_gbs * _BANDWIDTH_SHARE * used * 1e3)
+    memory = streamed_bytes(p) / (device.bandwidth_gbs * _BANDWIDTH_SHARE * used * 1e3)
     sums = kernel.row_tile * min(kernel.token_tile, p.M) * 4 / 1024
     exchange = 0.0
     if cut:
@@ -325,13 +372,13 @@ def _sm80_us(p: Problem, device: Device, kernel: Kernel, config: Config) -> floa
     compute_us = per_sm * (max(tensor, alu, l2) + _STEP_CLOCKS) / (device.clock_ghz * _LOADED_CLOCK_SHARE * 1e3)
     # Few blocks cannot ask for all of the bandwidth.
     idle = min(1.0, blocks / device.multiprocessors)
-    memory_us = _streamed_bytes(p) / (device.bandwidth_gbs * _BANDWIDTH_SHARE * idle * 1e3)
+    memory_us = streamed_bytes(p) / (device.bandwidth_gbs * _BANDWIDTH_SHARE * idle * 1e3)
     alone = blocks <= device.multiprocessors  # no other block on a multiprocessor works while one waits
     cut = config.split != WHOLE and steps % k_tiles != 0  # a block's run ends within a tile: another has the rest
     exchange_us = _EXCHANGE_US + _EXCHANGE_TOKEN_US * min(p.M, kernel.token_tile) * max(1.0, blocks / tiles)
     return max(compute_us, memory_us) / (_ALONE if alone else 1.0) + (exchange_us if cut else 0.0)
 
 
-def _streamed_bytes(p: Problem) -> float:
-    """Weights are streamed once: token tiles of the same rows find them in the L2."""
+def streamed_bytes(p: Problem) -> float:
+    """Bytes of the weight as it is stored, of x and of y, once each: token tiles of the same rows share the L2."""
     return p.N * p.K * p.scheme.bits_per_weight(p.K) / 8 + 2 * p.M * (p.N + p.K)

@@ -49,11 +49,14 @@ class Source:
         """Bytes of the model's weights in memory, without reading them."""
         if is_checkpoint(self.location):
             return sum(t.nbytes for t in describe(self.location).files.tensors.values())
+        return sum(p.nbytes for p in self.outline().parameters())
+
+    def outline(self) -> nn.Module:
+        """The model before any compression on the meta device: modules, shapes and dtype, and no weights."""
         config = AutoConfig.from_pretrained(self.location, **self._options)
-        dtype = config.dtype or torch.float32
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, dtype=dtype)
-        return sum(p.nbytes for p in model.parameters())
+            model: nn.Module = AutoModelForCausalLM.from_config(config, dtype=config.dtype or torch.float32)
+        return model
 
 
 def find(name: str) -> Source:

@@ -56,18 +56,26 @@ def device_properties(index: int) -> Device:
 def plan_for(packed: PackedWeight, dtype: torch.dtype) -> str | None:
     """Which kernels multiply this weight by inputs of ``dtype`` on its device: the ``plan`` of the operator ``gemm``.
 
+    What :func:`sparse_marlin.tuning.tune` found for such a weight on this GPU, else what the cost model expects.
+
     Returns:
         None if no kernel can or may; on a CUDA device a warning says why, once per reason.
     """
     if packed.device.type != "cuda":
         return None
-    index = packed.device.index
-    if reason := _cannot(index, packed.scheme, dtype) or no_kernel_form(packed, dtype):
+    if reason := why_no_kernel(packed, dtype):
         _warn(f"{reason}. The weight is dequantized in PyTorch instead, which is right but slow.")
         return None
-    layer = packed.out_features, packed.in_features, packed.scheme, dtype, device_properties(index)
+    layer = packed.out_features, packed.in_features, packed.scheme, dtype, device_properties(packed.device.index)
     table = kernels(packed.scheme, dtype)
     return tuned_plan(*layer, table) or plan(*layer, table)
+
+
+def why_no_kernel(packed: PackedWeight, dtype: torch.dtype) -> str | None:
+    """Why no kernel can multiply this weight by inputs of ``dtype`` where it is, or None. Tests the kernels once."""
+    if packed.device.type != "cuda":
+        return f"The kernels run on CUDA devices, and this weight is on {packed.device}"
+    return _cannot(packed.device.index, packed.scheme, dtype) or no_kernel_form(packed, dtype)
 
 
 @cache
@@ -79,18 +87,18 @@ def _cannot(index: int, scheme: Scheme, dtype: torch.dtype) -> str | None:
 
 
 def self_test(where: torch.device, device: Device, scheme: Scheme, dtype: torch.dtype) -> str | None:
-    """Runs every kernel that may be chosen once, against the dequantized weight; why they cannot be used, or None."""
-    random = torch.Generator(where).manual_seed(0)
+    """Runs every kernel that may be chosen at a few sizes, in blocks that share tiles, against the dequantized weight.
+
+    Returns:
+        Why they cannot be used, or None.
+    """
     n, k = _TEST_ROWS, _TEST_COLUMNS
-    codes = torch.randint(1 << scheme.num_bits, (n, k), generator=random, device=where).to(torch.uint8)
-    scales = torch.rand(n, scheme.num_groups(k), generator=random, device=where).add_(0.5)
-    zeros = None if scheme.symmetric else torch.full_like(scales, scheme.zero_code + 1).to(torch.uint8)
-    mask = (
-        torch.rand(n, k // 4, 4, generator=random, device=where).argsort().lt(2).view(n, k) if scheme.sparsity else None
-    )
-    packed = PackedWeight.pack(codes, scales, scheme, mask, zeros)
+    packed = random_weight(n, k, scheme, where)
     weight = packed.dequantize(torch.float32).to(dtype)
     form = to_kernel(packed, dtype)
+    if where.type == "cuda":  # as in CompressedLinear.prepare: what wrote the weight must have ended
+        torch.cuda.current_stream(where).synchronize()
+    random = torch.Generator(where).manual_seed(0)
     for config in configurations(Problem(1, n, k, scheme, dtype), device, kernels(scheme, dtype)):
         if not isinstance(config, Config):
             continue
@@ -107,6 +115,20 @@ def self_test(where: torch.device, device: Device, scheme: Scheme, dtype: torch.
                     f"The kernel {config.kernel} computes wrong results on {device.name} (relative error {error:.1e})"
                 )
     return None
+
+
+def random_weight(N: int, K: int, scheme: Scheme, where: torch.device) -> PackedWeight:
+    """A weight [N, K] of random codes, always the same ones, to test and time kernels with."""
+    random = torch.Generator(where).manual_seed(0)
+    codes = torch.randint(1 << scheme.num_bits, (N, K), dtype=torch.uint8, generator=random, device=where)
+    scales = torch.rand(N, scheme.num_groups(K), generator=random, device=where).add_(0.5)
+    zeros = None if scheme.symmetric else torch.full_like(scales, scheme.zero_code + 1).to(torch.uint8)
+    mask = None
+    if scheme.sparsity:
+        pairs = torch.combinations(torch.arange(4, device=where))  # that may be kept of a quad
+        kept = torch.zeros(len(pairs), 4, dtype=torch.bool, device=where).scatter_(1, pairs, True)
+        mask = kept[torch.randint(len(pairs), (N, K // 4), generator=random, device=where)].view(N, K)
+    return PackedWeight.pack(codes, scales, scheme, mask, zeros)
 
 
 def multiply(form: KernelWeight, x: Tensor, plan: str) -> Tensor:

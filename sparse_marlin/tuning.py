@@ -2,19 +2,35 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
+from math import isfinite
 from pathlib import Path
 from statistics import median
 
 import torch
 from torch import Tensor
+from tqdm import tqdm
 
-from .dispatch import PLAN_TOKENS, Config, Device, Kernel, Problem, estimate, plan_text, schedules
+from .dispatch import (
+    PLAN_TOKENS,
+    Config,
+    Device,
+    Kernel,
+    Problem,
+    choice_of,
+    choose,
+    estimate,
+    parse_plan,
+    plan,
+    plan_text,
+    schedules,
+)
 from .layouts import KERNEL_TENSOR_NAMES, KernelWeight, to_kernel
 from .packed import PackedWeight
 from .samples import cache_directory
@@ -26,14 +42,12 @@ _MIN_LAUNCHES, _REPLAYS = 10, 7
 _WORTH_MEASURING = 2.0
 
 
-def measure(
-    form: KernelWeight, xs: Mapping[int, Tensor], configs: Mapping[int, Sequence[Config]]
-) -> Iterator[tuple[int, Config]]:
+def measure(form: KernelWeight, x: Tensor, configs: Mapping[int, Sequence[Config]]) -> Iterator[tuple[int, Config]]:
     """Times configurations of the kernels on cold weights, inside a CUDA graph of back-to-back launches.
 
     Args:
-        form: the weight on a CUDA device.
-        xs: inputs [M, K] by their number of tokens.
+        form: the weight, on a CUDA device.
+        x: inputs [M, K] there, as many as the largest number of tokens.
         configs: what to measure for each number of tokens.
 
     Yields:
@@ -47,30 +61,37 @@ def measure(
     while len(copies) * size < _COLD_BYTES:
         tensors = {name: None if (t := getattr(form, name)) is None else t.clone() for name in KERNEL_TENSOR_NAMES}
         copies.append(replace(form, **tensors))  # type: ignore[arg-type]  # by name
-    launches = max(len(copies), _MIN_LAUNCHES)
+    if x.is_cuda:  # as in CompressedLinear.prepare: what wrote the weights must have ended
+        torch.cuda.synchronize(x.device)
     for tokens, candidates in configs.items():
-        x = xs[tokens]
         expected: Tensor | None = None
         for config in candidates:
-            plan = f"*:{config.step}"
-            y = _multiply(form, x, plan).float()
+            step = f"*:{config.step}"
+            y = _multiply(form, x[:tokens], step).float()
             expected = y if expected is None else expected
-            error = float((y - expected).norm() / expected.norm())
-            if not error < 4 * torch.finfo(x.dtype).eps:
+            error, allowed = float((y - expected).norm()), 4 * torch.finfo(x.dtype).eps * float(expected.norm())
+            if not error <= allowed:  # a NaN is not either
                 raise RuntimeError(
-                    f"{config.step} and {candidates[0].step} disagree for {tokens} tokens (relative error {error:.1e})"
+                    f"{config.step} and {candidates[0].step} disagree for {tokens} tokens: the results differ by "
+                    f"{error:.3g} in the 2-norm, rounding allows {allowed:.3g}"
                 )
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                for i in range(launches):
-                    _multiply(copies[i % len(copies)], x, plan)
-            yield tokens, replace(config, microseconds=median(_replay(graph) for _ in range(_REPLAYS)) / launches)
+            yield tokens, replace(config, microseconds=_microseconds(copies, x[:tokens], step))
 
 
 def _multiply(form: KernelWeight, x: Tensor, plan: str) -> Tensor:
     from .runtime import multiply  # which asks this module for what was tuned
 
     return multiply(form, x, plan)
+
+
+def _microseconds(copies: Sequence[KernelWeight], x: Tensor, plan: str) -> float:
+    launches = max(len(copies), _MIN_LAUNCHES)
+    with torch.cuda.device(x.device):  # a graph and its events belong to the current one
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for i in range(launches):
+                _multiply(copies[i % len(copies)], x, plan)
+        return median(_replay(graph) for _ in range(_REPLAYS)) / launches
 
 
 def _replay(graph: torch.cuda.CUDAGraph) -> float:
@@ -85,84 +106,122 @@ def _replay(graph: torch.cuda.CUDAGraph) -> float:
 def candidates(
     problem: Problem, device: Device, kernels: Sequence[Kernel], worth: float = _WORTH_MEASURING
 ) -> list[Config]:
-    """What may be the fastest, by the cost model's times: those within ``worth`` times the best, fastest first."""
+    """What may be the fastest by the cost model's times: up to ``worth`` times its choice's, fastest first."""
+    choice = choose(problem, device, kernels)
+    if choice is None:
+        return []
     every = [
         replace(c, microseconds=estimate(problem, device, kernel, c))
         for kernel in kernels
         for c in schedules(problem, device, kernel)
     ]
-    every.sort(key=lambda c: (c.microseconds, c.kernel, c.blocks))
-    return [c for c in every if c.microseconds <= worth * every[0].microseconds]
+    every.sort(key=lambda c: (c.microseconds, c.kernel, c.blocks, c.split))
+    return [c for c in every if c.microseconds <= worth * choice.microseconds]
 
 
-def tune(packed: PackedWeight, dtype: torch.dtype, tokens: Iterable[int] = PLAN_TOKENS) -> dict[int, list[Config]]:
-    """Measures the kernels for a layer on its GPU and remembers the plan; later models of this user take it by itself.
+def tune(
+    packed: PackedWeight, dtype: torch.dtype, tokens: Iterable[int] = PLAN_TOKENS, progress: bool = False
+) -> dict[int, list[Config]]:
+    """Measures the kernels for a layer on its GPU and remembers the fastest ones in the user's cache.
+
+    Layers of this shape, scheme and dtype that are prepared later take them, in this process and in others of the user,
+    on GPUs of this name; those that are prepared already keep their plan until :meth:`CompressedLinear.restore`. What
+    was measured is remembered after each number of tokens, so that an interruption loses none of it.
 
     Args:
         packed: a weight on a CUDA device; its numbers do not matter, its shape and scheme do.
         dtype: of the inputs.
-        tokens: the numbers of tokens to measure, ascending.
+        tokens: the numbers of tokens to measure. The plan for others stays what it was; each number also serves those
+            between it and the next smaller one of :data:`~sparse_marlin.dispatch.PLAN_TOKENS`.
+        progress: show a progress bar.
 
     Returns:
-        For each number of tokens what was measured, fastest first.
+        For each number of tokens, ascending, what was measured, fastest first.
 
     Raises:
+        ValueError: for no number of tokens, or one that is not positive.
         RuntimeError: if no kernel can run the layer, or one computes something else than the others.
+        OSError: if the cache cannot be written.
     """
-    from .runtime import device_properties, kernels
+    from .runtime import device_properties, kernels, why_no_kernel
 
-    index = packed.device.index
-    table, device = kernels(packed.scheme, dtype), device_properties(index)
+    wanted = sorted(set(tokens))
+    if not wanted or wanted[0] < 1:
+        raise ValueError(f"tokens must be positive numbers, got {wanted}")
+    if reason := why_no_kernel(packed, dtype):
+        raise RuntimeError(f"cannot tune a {packed.scheme} weight: {reason}")
+    table, device = kernels(packed.scheme, dtype), device_properties(packed.device.index)
     n, k = packed.out_features, packed.in_features
-    configs = {m: candidates(Problem(m, n, k, packed.scheme, dtype), device, table) for m in tokens}
-    if not all(configs.values()):
+    layer = n, k, packed.scheme, dtype, device, table
+    configs = {m: candidates(Problem(m, n, k, packed.scheme, dtype), device, table) for m in wanted}
+    before = tuned_plan(*layer) or plan(*layer)
+    if before is None or not all(configs.values()):
         raise RuntimeError(f"no kernel can run this layer on {device.name}")
     random = torch.Generator(packed.device).manual_seed(0)
-    xs = {m: torch.randn(m, k, generator=random, device=packed.device).to(dtype) for m in configs}
-    found: dict[int, list[Config]] = {m: [] for m in configs}
-    for m, config in measure(to_kernel(packed, dtype), xs, configs):
-        found[m].append(config)
-    for measured in found.values():
-        measured.sort(key=lambda c: c.microseconds)
-    _remember(_key(n, k, packed.scheme, dtype, device, table), plan_text({m: c[0] for m, c in found.items()}))
+    x = torch.randn(wanted[-1], k, dtype=dtype, generator=random, device=packed.device)
+    found: dict[int, list[Config]] = {m: [] for m in wanted}
+    count = sum(map(len, configs.values()))
+    with tqdm(total=count, desc=f"{n}x{k}", unit="kernel", disable=not progress) as bar:
+        for m, config in measure(to_kernel(packed, dtype), x, configs):
+            found[m].append(config)
+            bar.update()
+            if len(found[m]) == len(configs[m]):
+                found[m].sort(key=lambda c: c.microseconds)
+                _remember(layer, {m: found[m][0]}, before)
     return found
 
 
 # ---------------------------------------------------------------- what was tuned, in the user's cache
+
+Layer = tuple[int, int, Scheme, torch.dtype, Device, Sequence[Kernel]]
 
 
 def tuned_plan(
     N: int, K: int, scheme: Scheme, dtype: torch.dtype, device: Device, kernels: Sequence[Kernel]
 ) -> str | None:
     """The plan that :func:`tune` found for this shape on this GPU, or None."""
-    return _remembered().get(_key(N, K, scheme, dtype, device, kernels))
+    found = _remembered().get(_key(N, K, scheme, dtype, device, kernels))
+    if found is None:
+        return None
+    try:
+        steps = parse_plan(found)
+    except ValueError:
+        return None
+    return found if {c.kernel for c in steps.values()} <= {k.name for k in kernels} else None
 
 
-def _file() -> Path:
+def tuned_file() -> Path:
+    """Where plans that :func:`tune` found are kept; deleting it forgets them."""
     return cache_directory() / "tuned.json"
 
 
 def _key(N: int, K: int, scheme: Scheme, dtype: torch.dtype, device: Device, kernels: Sequence[Kernel]) -> str:
     # Other kernels, after an update, make what was measured worthless.
-    table = hashlib.sha256(repr(kernels).encode()).hexdigest()[:12]
+    table = hashlib.sha256(repr(tuple(kernels)).encode()).hexdigest()[:12]
     return f"{device.name}, {device.multiprocessors} SMs, {N}x{K}, {scheme}, {str(dtype)[6:]}, kernels {table}"
 
 
 @cache
 def _remembered() -> dict[str, str]:
     try:
-        plans = json.loads(_file().read_text(encoding="utf-8"))
+        plans = json.loads(tuned_file().read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
     return {k: v for k, v in plans.items() if isinstance(v, str)} if isinstance(plans, dict) else {}
 
 
-def _remember(key: str, plan: str) -> None:
-    _remembered.cache_clear()
-    plans = _remembered() | {key: plan}
-    file = _file()
+def _remember(layer: Layer, chosen: Mapping[int, Config], otherwise: str) -> None:
+    """Puts choices into the remembered plan for a layer; for other numbers of tokens it stays, or is ``otherwise``."""
+    file = tuned_file()
     file.parent.mkdir(parents=True, exist_ok=True)
-    part = file.with_suffix(f".{os.getpid()}")
-    part.write_text(json.dumps(plans, indent=1) + "\n", encoding="utf-8")
-    part.replace(file)
+    with file.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # of two that tune at once, neither loses what it found
+        _remembered.cache_clear()
+        steps = parse_plan(tuned_plan(*layer) or otherwise)
+        limits = {*PLAN_TOKENS, *chosen, *(int(limit) for limit in steps if isfinite(limit))}
+        merged = {m: chosen.get(m) or choice_of(steps, m) for m in sorted(limits)}
+        plans = _remembered() | {_key(*layer): plan_text(merged)}
+        part = file.with_suffix(f".{os.getpid()}")
+        part.write_text(json.dumps(plans, indent=1) + "\n", encoding="utf-8")
+        part.replace(file)
     _remembered.cache_clear()

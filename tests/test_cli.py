@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +14,10 @@ import pytest
 import saved
 import torch
 
-from sparse_marlin import cli, models, samples
+from sparse_marlin import bench, cli, models, runtime, samples, tuning
 from sparse_marlin.cli import main
+from sparse_marlin.dispatch import PLAN_TOKENS, RECORDED, Config, Kernel, choice_of, parse_plan
+from sparse_marlin.scheme import Scheme
 
 TEXT = "It was a bright cold day in April, and the clocks were striking thirteen. " * 40
 
@@ -117,6 +121,118 @@ def test_runs_as_a_program(compressed: str) -> None:
     assert failed.stderr.startswith("error: ")
 
 
+# ---------------------------------------------------------------------------------------------------------------- bench
+
+KERNELS = (
+    Kernel("sm90_256x16", 90, 90, 16, 256, 256, 220 << 10, 1),
+    Kernel("sm90_128x128", 90, 90, 128, 128, 128, 220 << 10, 1),
+)
+PLAIN = ["--sparsity", "none", "--bits", "8", "--group-size", "64"]
+
+
+@pytest.fixture
+def h200(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """An H200 with two kernels, which takes 1 us for the last of several configurations and more for the others."""
+
+    def measure(form: Any, x: torch.Tensor, configs: Mapping[int, Sequence[Config]]) -> Iterator[tuple[int, Config]]:
+        for tokens, candidates in configs.items():
+            for i, config in enumerate(reversed(candidates)):
+                yield tokens, replace(config, microseconds=1.0 + i)
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(runtime, "extension_error", lambda: None)
+    monkeypatch.setattr(runtime, "kernels", lambda *_: KERNELS)
+    monkeypatch.setattr(runtime, "device_properties", lambda _: RECORDED["h200"])
+    monkeypatch.setattr(runtime, "why_no_kernel", lambda *_: None)
+    on_cpu = runtime.random_weight
+    monkeypatch.setattr(runtime, "random_weight", lambda n, k, s, _gpu: on_cpu(n, k, s, torch.device("cpu")))
+    monkeypatch.setattr(tuning, "measure", measure)
+    tuning._remembered.cache_clear()
+    yield
+    tuning._remembered.cache_clear()
+
+
+def test_bench_shows_each_shape_once(h200: None, compressed: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", compressed, "256x512", "--tokens", "16,1"]) == 0
+    out = capsys.readouterr().out
+    titles = [line.strip() for line in out.splitlines() if "NVIDIA H200" in line]
+    assert titles == [
+        "64x64, 2:4 INT4 group 32, float16, 4 layers, NVIDIA H200",
+        "32x64, 2:4 INT4 group 32, float16, 4 layers, NVIDIA H200",
+        "128x64, 2:4 INT4 group 32, float16, 4 layers, NVIDIA H200",
+        "64x128, 2:4 INT4 group 32, float16, 2 layers, NVIDIA H200",
+        "256x512, 2:4 INT4 group 128, float16, NVIDIA H200",
+    ]
+    rows = [[c.strip() for c in line.strip("│").split("│")] for line in out.splitlines() if line.startswith("│")]
+    assert [row[0] for row in rows] == ["1", "16"] * 5
+    for _, kernel, schedule, _, us, _ in rows:
+        assert kernel in [k.name for k in KERNELS]
+        assert "blocks" in schedule
+        assert us == "1.0"
+    moved = 256 * 512 * 3.125 / 8 + 2 * 1 * (256 + 512)  # weight, x and y in bytes, in 1 us
+    assert rows[-2][-1] == f"{moved / 1e3:.0f}"
+
+
+def test_bench_of_a_model_that_is_not_compressed(model: str) -> None:
+    scheme = Scheme(8, 128, None)
+    layers = bench.layers_of([model], scheme, torch.bfloat16)
+    assert layers == {
+        bench.Layer(64, 64, scheme.fit(64), torch.bfloat16): 4,
+        bench.Layer(32, 64, scheme.fit(64), torch.bfloat16): 4,
+        bench.Layer(128, 64, scheme.fit(64), torch.bfloat16): 4,
+        bench.Layer(64, 128, scheme, torch.bfloat16): 2,
+    }
+    assert {layer.dtype for layer in bench.layers_of([model], scheme)} == {torch.float16}, "the model is float32"
+    with pytest.raises(ValueError, match="8x6: in_features must be a multiple of 4"):
+        bench.layers_of(["8x6"], Scheme())
+
+
+def test_bench_tunes(h200: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "256x512", *PLAIN, "--tune", "--tokens", "16"]) == 0
+    out = capsys.readouterr().out
+    file = tmp_path / "sparse_marlin" / "tuned.json"
+    assert f"{file}: the plans that were found" in out
+    assert "256x512, INT8 group 64, float16, NVIDIA H200, tuned" in out
+    ((key, plan),) = json.loads(file.read_text()).items()
+    assert "256x512, INT8 group 64, float16" in key
+    layer = bench.Layer(256, 512, Scheme(8, 64, None), torch.float16)
+    slowest = tuning.candidates(layer.problem(16), RECORDED["h200"], KERNELS)[-1]
+    assert choice_of(parse_plan(plan), 16).step == slowest.step
+    assert main(["bench", "256x512", *PLAIN, "--explain", "16"]) == 0
+    assert f"instead, as it was tuned here: {slowest.kernel} in {slowest.schedule}" in capsys.readouterr().out
+    assert main(["bench", "256x512", *PLAIN, "--tune"]) == 0
+    (plan,) = json.loads(file.read_text()).values()
+    assert {choice_of(parse_plan(plan), m).kernel for m in PLAN_TOKENS} <= {k.name for k in KERNELS}
+
+
+def test_bench_explains(h200: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(runtime, "random_weight", lambda *_: pytest.fail("a weight was made"))
+    assert main(["bench", "256x512", "512x256", "--device", "h200", "--explain", "16"]) == 0
+    out = capsys.readouterr().out
+    for shape in ("N=256 K=512", "N=512 K=256"):
+        assert f"M=16 {shape}, 2:4 INT4 group 128, float16 on NVIDIA H200 (compute capability 9.0):\n-> sm90_" in out
+    assert main(["bench", "256x512", "--device", "h200"]) == 0
+    assert "measured" not in capsys.readouterr().out
+
+
+def test_bench_without_what_it_needs(h200: None, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    assert "is only recorded" in fails(capsys, "bench", "256x512", "--device", "h200", "--tune")
+    assert "needs an NVIDIA GPU, and cpu is none" in fails(capsys, "bench", "256x512", "--device", "cpu")
+    monkeypatch.setattr(runtime, "why_no_kernel", lambda *_: "A kernel computes wrong results")
+    assert "256x512, 2:4 INT4 group 128, float16: A kernel computes" in fails(capsys, "bench", "256x512")
+    monkeypatch.setattr(runtime, "extension_error", lambda: "no nvcc")
+    assert "are not here: no nvcc\n" in fails(capsys, "bench", "256x512")
+    assert "are not here: no nvcc; SPARSE_MARLIN_CUDA_ARCHS=90a pip install" in fails(
+        capsys, "bench", "256x512", "--device", "h200"
+    )
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(models, "find", lambda _: pytest.fail("a model was looked for"))
+    assert "torch sees none here. --device h200 shows" in fails(capsys, "bench", "smollm2")
+
+
 # ------------------------------------------------------------------------------------------------------------- failures
 
 
@@ -131,6 +247,10 @@ def test_runs_as_a_program(compressed: str) -> None:
         (["compress", "m", "out", "--device", "toaster"], "no device"),
         (["compress", "m", "out", "--device", "cuda:99"], "there is no cuda:99 here"),
         (["evaluate", "m"], "--text"),
+        (["bench"], "MODEL|NxK"),
+        (["bench", "8x8", "--tokens", "1,0"], "must be at least 1"),
+        (["bench", "8x8", "--tune", "--explain", "1"], "not allowed with"),
+        (["bench", "8x8", "--device", "h300"], "no device"),
     ],
 )
 def test_usage_errors(argv: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

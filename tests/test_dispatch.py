@@ -13,14 +13,17 @@ from hypothesis import strategies as st
 from sparse_marlin import Scheme
 from sparse_marlin.dispatch import (
     PLAN_TOKENS,
+    RECORDED,
     Config,
     Device,
     Kernel,
     Problem,
     Refusal,
+    choice_of,
     choose,
     configurations,
     explain,
+    parse_plan,
     plan,
     plan_text,
     schedules,
@@ -178,6 +181,9 @@ def test_few_tiles_are_split_between_the_blocks_of_clusters_that_fit() -> None:
 def test_small_token_tiles_leave_many_tokens_to_larger_ones() -> None:
     refused = [r.kernel for r in configurations(problem(300), H200, KERNELS) if isinstance(r, Refusal)]
     assert refused == ["sm90_n8", "sm90_n64"]
+    alone = choose(problem(300), H200, KERNELS[3:5])
+    assert alone is not None, "they are right for every number of tokens"
+    assert alone.kernel == "sm90_n64"
 
 
 # Schedules that were the fastest of all on an H200, group 128, float16 (bench/results/h200), and their microseconds.
@@ -210,6 +216,20 @@ def test_plan_text_joins_equal_neighbours() -> None:
     )
 
 
+def test_a_plan_is_read_as_it_was_written() -> None:
+    a, b, c = Config("sm90_256x8", 112, 1), Config("sm90_128x64", 96, 3), Config("sm80_128x64", 132)
+    steps = parse_plan(plan_text({8: a, 16: a, 64: b, 128: c}))
+    assert [choice_of(steps, m) for m in (1, 16, 17, 64, 65, 10**6)] == [a, a, b, b, c, c]
+
+
+@pytest.mark.parametrize(
+    "text", ["", "*", "*:", "*:a", "*:a@", "*:a@0", "*:a@1/0", "8:a@1", "0:a@1 *:a@1", "16:a@1 8:a@1 *:a@1", "*:a@1 "]
+)
+def test_what_is_no_plan_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="plan"):
+        parse_plan(text)
+
+
 def test_reads_what_the_extension_tells() -> None:
     assert Kernel.parse("sm90_n8 90 90 8 128 256 106496 2 ") == KERNELS[3]
     assert Kernel.parse("a 80 0 0 0 0 0 0 no such group size") == Kernel(
@@ -218,3 +238,4 @@ def test_reads_what_the_extension_tells() -> None:
     device = Device.parse("H200", [90, 132, 232448, 233472, 1980000, 3201000, 6144, 66, 33, 30, 20, 16, 14, 12])
     assert device == replace(H200, bandwidth_gbs=device.bandwidth_gbs)
     assert device.bandwidth_gbs == pytest.approx(4916, abs=1)
+    assert replace(RECORDED["h200"], name="H200") == H200

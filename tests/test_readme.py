@@ -43,7 +43,7 @@ def test_config_block() -> None:
 
 def test_commands_exist(capsys: pytest.CaptureFixture[str]) -> None:
     commands = set(re.findall(r"^sparse-marlin (\w+)", README.read_text(encoding="utf-8"), re.MULTILINE))
-    assert commands == {"compress", "inspect", "convert", "evaluate", "generate"}
+    assert commands == {"compress", "inspect", "convert", "evaluate", "generate", "bench"}
     for command in commands:
         with pytest.raises(SystemExit, match="0"):
             main([command, "--help"])

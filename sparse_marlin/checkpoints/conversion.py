@@ -100,7 +100,7 @@ def convert(
     progress: bool = True,
     announce: Callable[[Job], object] = lambda job: None,
 ) -> None:
-    """Writes a checkpoint in another format. The weights of the converted model are those of the source, bit for bit.
+    """Writes a checkpoint in another format; its weights are those of the source, bit for bit, unless ``bits`` is set.
 
     Source and headers are checked first. Everything is written beside ``destination``, and appears there whole or not
     at all. After an interruption, the same call continues with the first shard that was not finished.

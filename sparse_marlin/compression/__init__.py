@@ -41,8 +41,8 @@ def compress(
         bits: 4 or 8.
         group_size: input columns per scale: 32, 64, 128, or -1 for one scale per output channel. Where K is no multiple
             of it, the largest smaller size that fits is taken, and logged.
-        calibration: inputs [..., K], an iterable of them, or a :class:`Hessian` accumulated over them. Without,
-            weights are pruned by magnitude and rounded to nearest with fitted scales, and a log message says so.
+        calibration: inputs [..., K], an iterable of them, or a :class:`Hessian` accumulated over them. Without, 2:4
+            weights are pruned by magnitude, and all are rounded to nearest with fitted scales; a log message says so.
         method: see :func:`patch_model`; ``auto`` takes ``one-shot`` with calibration.
         dtype: precision of the scales, float16 or bfloat16; default: the layer's dtype, float16 for a float32 layer.
         damping: fraction of the Hessian's mean diagonal added to it.
@@ -75,7 +75,7 @@ def compress(
     if calibration is None:
         if method != default_method(sparsity, calibrated=False):
             raise ValueError(f"method {method!r} needs calibration inputs")
-        log.info("no calibration inputs: pruning by magnitude and rounding to nearest")
+        log.info("no calibration inputs: %srounding to nearest", "pruning by magnitude and " if sparsity else "")
     else:
         hessian = calibration if isinstance(calibration, Hessian) else _accumulate(calibration, k, linear.weight.device)
         if hessian.matrix.shape[0] != k:
