@@ -10,7 +10,7 @@ from torch import Tensor
 
 from . import ops  # noqa: F401  defines what the extension implements
 from .build import BuildError, extension_path, mode
-from .dispatch import Config, Device, Kernel, Problem, configurations, plan, why_not
+from .dispatch import STREAM_K, WHOLE, Config, Device, Kernel, Problem, configurations, plan, why_not
 from .layouts import KernelWeight, to_kernel
 from .layouts import why_not as no_kernel_form
 from .packed import PackedWeight
@@ -87,7 +87,7 @@ def _cannot(index: int, scheme: Scheme, dtype: torch.dtype) -> str | None:
 
 
 def self_test(where: torch.device, device: Device, scheme: Scheme, dtype: torch.dtype) -> str | None:
-    """Runs every kernel that may be chosen at a few sizes, in blocks that share tiles, against the dequantized weight.
+    """Runs every kernel at a few sizes, sharing the work in every way, and compares it with the dequantized weight.
 
     Returns:
         Why they cannot be used, or None.
@@ -99,21 +99,26 @@ def self_test(where: torch.device, device: Device, scheme: Scheme, dtype: torch.
     if where.type == "cuda":  # as in CompressedLinear.prepare: what wrote the weight must have ended
         torch.cuda.current_stream(where).synchronize()
     random = torch.Generator(where).manual_seed(0)
-    for config in configurations(Problem(1, n, k, scheme, dtype), device, kernels(scheme, dtype)):
-        if not isinstance(config, Config):
-            continue
-        for tokens in _TEST_TOKENS:
-            x = torch.randn(tokens, k, generator=random, device=where).to(dtype)
-            want = x.double() @ weight.double().T
-            try:
-                got = multiply(form, x, f"*:{config.kernel}@{_TEST_BLOCKS}")
-                error = float((got - want).norm() / want.norm())
-            except RuntimeError as e:
-                return f"The kernel {config.kernel} does not run on {device.name}: {e}"
-            if not error < 2 * torch.finfo(dtype).eps:  # a NaN is not less either
-                return (
-                    f"The kernel {config.kernel} computes wrong results on {device.name} (relative error {error:.1e})"
-                )
+    table = kernels(scheme, dtype)
+    with_clusters = {kernel.name for kernel in table if kernel.min_capability == 90}
+    tests = [
+        (tokens, Config(config.kernel, _TEST_BLOCKS, split))
+        for config in configurations(Problem(1, n, k, scheme, dtype), device, table)
+        if isinstance(config, Config)
+        for tokens in _TEST_TOKENS
+        for split in (STREAM_K, WHOLE, 2)
+        if split < 2 or config.kernel in with_clusters
+    ]
+    for tokens, config in tests:
+        x = torch.randn(tokens, k, generator=random, device=where).to(dtype)
+        want = x.double() @ weight.double().T
+        try:
+            got = multiply(form, x, f"*:{config.step}")
+            error = float((got - want).norm() / want.norm())
+        except RuntimeError as e:
+            return f"The kernel {config.kernel} does not run on {device.name}: {e}"
+        if not error < 2 * torch.finfo(dtype).eps:  # a NaN is not less either
+            return f"The kernel {config.kernel} computes wrong results on {device.name} (relative error {error:.1e})"
     return None
 
 
