@@ -229,9 +229,9 @@ std::string kernels(int64_t num_bits, int64_t group_size, bool sparse, bool zero
   return lines;
 }
 
-// Compute capability, multiprocessors, shared memory of a block and of a multiprocessor, clock and memory clock in kHz,
-// bits of the memory bus, clusters of 2, 3, ... blocks that run at once. torch does not give all of these, and the CUDA runtime's property struct no longer has the
-// clocks.
+// Compute capability, multiprocessors, shared memory of a block and of a multiprocessor, clock and memory clock in
+// kHz, bits of the memory bus, clusters of 2, 3, ... blocks that run at once. torch does not give all of these, and
+// the CUDA runtime's property struct no longer has the clocks.
 std::vector<int64_t> device_attributes(int64_t device) {
   const auto get = [&](cudaDeviceAttr attribute) {
     int value = 0;
@@ -241,12 +241,12 @@ std::vector<int64_t> device_attributes(int64_t device) {
   const DeviceGuard guard(static_cast<int32_t>(device));
   std::vector<int64_t> attributes = {
       get(cudaDevAttrComputeCapabilityMajor) * 10 + get(cudaDevAttrComputeCapabilityMinor),
-          get(cudaDevAttrMultiProcessorCount),
-          get(cudaDevAttrMaxSharedMemoryPerBlockOptin),
-          get(cudaDevAttrMaxSharedMemoryPerMultiprocessor),
-          get(cudaDevAttrClockRate),
-          get(cudaDevAttrMemoryClockRate),
-          get(cudaDevAttrGlobalMemoryBusWidth)};
+      get(cudaDevAttrMultiProcessorCount),
+      get(cudaDevAttrMaxSharedMemoryPerBlockOptin),
+      get(cudaDevAttrMaxSharedMemoryPerMultiprocessor),
+      get(cudaDevAttrClockRate),
+      get(cudaDevAttrMemoryClockRate),
+      get(cudaDevAttrGlobalMemoryBusWidth)};
   for (int blocks = 2; blocks <= Schedule::MAX_CLUSTER; ++blocks) attributes.push_back(clusters_at_once(blocks));
   return attributes;
 }

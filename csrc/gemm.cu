@@ -11,30 +11,18 @@ const std::vector<Instance>& instances() {
   static const std::vector<Instance> all = [] {
     std::vector<Instance> list;
     for (const auto& part : {
-             dense_sm80<Float16::HALF, 4, false>(),
-             dense_sm90<Float16::HALF, 4, false>(),
-             dense_sm80<Float16::HALF, 4, true>(),
-             dense_sm90<Float16::HALF, 4, true>(),
-             sparse_sm80<Float16::HALF, 4>(),
-             sparse_sm90<Float16::HALF, 4>(),
-             dense_sm80<Float16::HALF, 8, false>(),
-             dense_sm90<Float16::HALF, 8, false>(),
-             dense_sm80<Float16::HALF, 8, true>(),
-             dense_sm90<Float16::HALF, 8, true>(),
-             sparse_sm80<Float16::HALF, 8>(),
-             sparse_sm90<Float16::HALF, 8>(),
-             dense_sm80<Float16::BFLOAT16, 4, false>(),
-             dense_sm90<Float16::BFLOAT16, 4, false>(),
-             dense_sm80<Float16::BFLOAT16, 4, true>(),
-             dense_sm90<Float16::BFLOAT16, 4, true>(),
-             sparse_sm80<Float16::BFLOAT16, 4>(),
-             sparse_sm90<Float16::BFLOAT16, 4>(),
-             dense_sm80<Float16::BFLOAT16, 8, false>(),
-             dense_sm90<Float16::BFLOAT16, 8, false>(),
-             dense_sm80<Float16::BFLOAT16, 8, true>(),
-             dense_sm90<Float16::BFLOAT16, 8, true>(),
-             sparse_sm80<Float16::BFLOAT16, 8>(),
-             sparse_sm90<Float16::BFLOAT16, 8>(),
+             dense_sm80<Float16::HALF, 4, false>(),     dense_sm90<Float16::HALF, 4, false>(),
+             dense_sm80<Float16::HALF, 4, true>(),      dense_sm90<Float16::HALF, 4, true>(),
+             sparse_sm80<Float16::HALF, 4>(),           sparse_sm90<Float16::HALF, 4>(),
+             dense_sm80<Float16::HALF, 8, false>(),     dense_sm90<Float16::HALF, 8, false>(),
+             dense_sm80<Float16::HALF, 8, true>(),      dense_sm90<Float16::HALF, 8, true>(),
+             sparse_sm80<Float16::HALF, 8>(),           sparse_sm90<Float16::HALF, 8>(),
+             dense_sm80<Float16::BFLOAT16, 4, false>(), dense_sm90<Float16::BFLOAT16, 4, false>(),
+             dense_sm80<Float16::BFLOAT16, 4, true>(),  dense_sm90<Float16::BFLOAT16, 4, true>(),
+             sparse_sm80<Float16::BFLOAT16, 4>(),       sparse_sm90<Float16::BFLOAT16, 4>(),
+             dense_sm80<Float16::BFLOAT16, 8, false>(), dense_sm90<Float16::BFLOAT16, 8, false>(),
+             dense_sm80<Float16::BFLOAT16, 8, true>(),  dense_sm90<Float16::BFLOAT16, 8, true>(),
+             sparse_sm80<Float16::BFLOAT16, 8>(),       sparse_sm90<Float16::BFLOAT16, 8>(),
          })
       list.insert(list.end(), part.begin(), part.end());
     return list;
@@ -70,7 +58,7 @@ std::string refusal(const Scheme& scheme, const std::string& config) {
          " weights with group size " + std::to_string(s.group_size) + (s.zero_points ? " and zero points" : "");
 }
 
-bool is_aligned(const void* p) { return reinterpret_cast<uintptr_t>(p) % 16 == 0; }
+bool is_aligned(const void* p, size_t bytes = 16) { return reinterpret_cast<uintptr_t>(p) % bytes == 0; }
 
 std::string check(const Problem& p, const Schedule& s) {
   if (p.M < 1 || p.N < 1 || p.K < 1)
@@ -87,6 +75,8 @@ std::string check(const Problem& p, const Schedule& s) {
   if (!p.workspace && s.split == Schedule::STREAM_K) return "workspace must not be null where blocks share tiles";
   for (const void* address : {p.x, p.weights, p.meta, p.scales, static_cast<const void*>(p.workspace)})
     if (!is_aligned(address)) return "x, weights, meta, scales and workspace must be aligned to 16 bytes";
+  if (!is_aligned(p.row_scales, 8)) return "row_scales must be aligned to 8 bytes";
+  if (!is_aligned(p.y, p.N % 2 ? 2 : 4)) return "y must be aligned to 4 bytes";
   return "";
 }
 
@@ -94,18 +84,10 @@ std::string check(const Problem& p, const Schedule& s) {
 
 const std::vector<Config>& configs() {
   static const std::vector<Config> all = {
-      {"sm80_128x8", 80, 0, 8, 128},
-      {"sm80_128x16", 80, 0, 16, 128},
-      {"sm80_128x32", 80, 0, 32, 128},
-      {"sm80_128x64", 80, 0, 64, 128},
-      {"sm90_128x8", 90, 90, 8, 128},
-      {"sm90_256x8", 90, 90, 8, 256},
-      {"sm90_128x16", 90, 90, 16, 128},
-      {"sm90_256x16", 90, 90, 16, 256},
-      {"sm90_256x32", 90, 90, 32, 256},
-      {"sm90_128x64", 90, 90, 64, 128},
-      {"sm90_256x64", 90, 90, 64, 256},
-      {"sm90_128x128", 90, 90, 128, 128},
+      {"sm80_128x8", 80, 0, 8, 128},      {"sm80_128x16", 80, 0, 16, 128},  {"sm80_128x32", 80, 0, 32, 128},
+      {"sm80_128x64", 80, 0, 64, 128},    {"sm90_128x8", 90, 90, 8, 128},   {"sm90_256x8", 90, 90, 8, 256},
+      {"sm90_128x16", 90, 90, 16, 128},   {"sm90_256x16", 90, 90, 16, 256}, {"sm90_256x32", 90, 90, 32, 256},
+      {"sm90_128x64", 90, 90, 64, 128},   {"sm90_256x64", 90, 90, 64, 256}, {"sm90_128x128", 90, 90, 128, 128},
       {"sm90_128x256", 90, 90, 256, 128},
   };
   return all;

@@ -29,6 +29,8 @@ struct Scheme {
   bool operator==(const Scheme&) const = default;
 };
 
+// A kernel for 9.0 may read weights, meta and scales while the launch before it still runs: what wrote them must have
+// ended, not only come before on the stream. Everything else may be that launch's.
 struct Problem {
   Scheme scheme;
   int M = 0, N = 0, K = 0;

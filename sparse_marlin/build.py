@@ -240,6 +240,8 @@ def _known_archs(nvcc: Nvcc) -> set[int]:
 def _check_arch(arch: str, nvcc: Nvcc, known: set[int]) -> None:
     if not re.fullmatch(r"\d{2,3}[af]?", arch):
         raise BuildError(f'{arch!r} is no CUDA architecture: write "80;90a", say, in SPARSE_MARLIN_CUDA_ARCHS')
+    if arch == "90":
+        raise BuildError("sm_90 leaves out the kernels for Hopper: write 90a in SPARSE_MARLIN_CUDA_ARCHS")
     if _number(arch) < MIN_ARCH:
         raise BuildError(f"sm_{arch} is too old: the kernels need compute capability 8.0 (Ampere) or newer")
     if _number(arch) not in known:

@@ -314,8 +314,10 @@ def schedules(p: Problem, device: Device, kernel: Kernel) -> list[Config]:
     k_tiles = ceil(p.K / kernel.k_tile)
     counts = [n * device.multiprocessors for n in range(1, resident + 1)]
     found = {Config(kernel.name, min(n, tiles * k_tiles)) for n in counts}
-    found |= {Config(kernel.name, min(n, tiles), WHOLE) for n in counts}
-    if kernel.min_capability == 90 and resident == 1:  # two clusters on a multiprocessor get in each other's way
+    hopper = kernel.min_capability == 90
+    if not hopper or resident == 1:  # small blocks of whole tiles ask for too little at a time
+        found |= {Config(kernel.name, min(n, tiles), WHOLE) for n in counts}
+    if hopper and resident == 1:  # two clusters on a multiprocessor get in each other's way
         for split, at_once in enumerate(device.clusters, 2):
             if split <= k_tiles and tiles <= at_once:
                 found.add(Config(kernel.name, tiles * split, split))

@@ -110,9 +110,6 @@ class CompressedLinear(nn.Module):
         plan = runtime.plan_for(packed, dtype)
         if plan is not None:
             self._set_form(to_kernel(packed, dtype))
-            # A kernel may request its weights while the one before it still runs: let that not be what wrote them.
-            if packed.device.type == "cuda":
-                torch.cuda.current_stream(packed.device).synchronize()
             self._set("qweight", None)
             self._set("meta", None)
             self._plan = plan

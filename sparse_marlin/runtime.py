@@ -96,8 +96,6 @@ def self_test(where: torch.device, device: Device, scheme: Scheme, dtype: torch.
     packed = random_weight(n, k, scheme, where)
     weight = packed.dequantize(torch.float32).to(dtype)
     form = to_kernel(packed, dtype)
-    if where.type == "cuda":  # as in CompressedLinear.prepare: what wrote the weight must have ended
-        torch.cuda.current_stream(where).synchronize()
     random = torch.Generator(where).manual_seed(0)
     table = kernels(scheme, dtype)
     with_clusters = {kernel.name for kernel in table if kernel.min_capability == 90}

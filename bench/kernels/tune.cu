@@ -2,7 +2,8 @@
 // and the bits of repeated runs, then times launches inside a CUDA graph with the weights rotated through more memory
 // than the L2 holds.
 //
-//     nvcc -std=c++20 -O3 -gencode arch=compute_90a,code=sm_90a -Icsrc -Itests/kernels bench/kernels/tune.cu -o build/tune
+//     nvcc -std=c++20 -O3 -gencode arch=compute_90a,code=sm_90a -Icsrc -Itests/kernels bench/kernels/tune.cu \
+//         -o build/tune
 //     build/tune [name=TEXT] [M=1,8,...] [NxK ...]         variants whose name contains TEXT
 #include <dlfcn.h>
 
@@ -44,15 +45,15 @@ template <class W> Scheme scheme_of() {
 }
 template <class C> Variant sm80() {
   char text[96];
-  std::snprintf(text, sizeof text, "sm80 t%d n%d k%d kt%d st%d b%d", C::TOKENS, C::WARPS_N, C::WARPS_K,
-                C::K_TILE, C::STAGES, C::BLOCKS_PER_SM);
+  std::snprintf(text, sizeof text, "sm80 t%d n%d k%d kt%d st%d b%d", C::TOKENS, C::WARPS_N, C::WARPS_K, C::K_TILE,
+                C::STAGES, C::BLOCKS_PER_SM);
   return {text, scheme_of<typename C::Weights>(), shape_sm80<C>(), start_sm80<C>,
           occupancy<C>(gemm_sm80<C>, Sm80Shared<C>::bytes)};
 }
 template <class C> Variant sm90() {
   char text[96];
-  std::snprintf(text, sizeof text, "sm90 t%d wg%d kt%d st%d g%d b%d", C::TOKENS, C::WARPGROUPS, C::K_TILE, C::STAGES,
-                C::STEPS, C::BLOCKS_PER_SM);
+  std::snprintf(text, sizeof text, "sm90 %dx%d kt%d g%d b%d", C::ROWS, C::TOKENS, C::K_TILE, C::STEPS,
+                C::BLOCKS_PER_SM);
   return {text, scheme_of<typename C::Weights>(), shape_sm90<C>(), start_sm90<C>,
           occupancy<C>(gemm_sm90<C>, Sm90Shared<C>::bytes)};
 }
@@ -152,47 +153,33 @@ template <class Start> double microseconds(int launches, Start start) {
 
 template <class W> std::vector<Variant> variants() {
   // sm80: tokens, warps along N, warps along K, columns, stages, blocks per multiprocessor
-  // sm90: tokens, warpgroups, columns, stages, steps of a commit group, blocks per multiprocessor
+  // sm90: warpgroups, tokens, columns, steps of a commit group, blocks per multiprocessor
   if constexpr (W::SPARSE) {
     return {
 #ifdef TUNE_SM80
-        sm80<Sm80Config<W, 8, 4, 2, 256, 4, 2>>(),
-        sm80<Sm80Config<W, 16, 4, 1, 128, 6, 4>>(),
-        sm80<Sm80Config<W, 16, 4, 2, 256, 4, 2>>(),
-        sm80<Sm80Config<W, 32, 4, 1, 128, 5, 3>>(),
+        sm80<Sm80Config<W, 8, 4, 2, 256, 4, 2>>(),  sm80<Sm80Config<W, 16, 4, 1, 128, 6, 4>>(),
+        sm80<Sm80Config<W, 16, 4, 2, 256, 4, 2>>(), sm80<Sm80Config<W, 32, 4, 1, 128, 5, 3>>(),
         sm80<Sm80Config<W, 64, 4, 1, 128, 3, 2>>(),
 #endif
-        sm90<Sm90Config<W, 8, 2, 256, 6, 4, 2>>(),
-        sm90<Sm90Config<W, 8, 4, 256, 7, 4, 1>>(),
-        sm90<Sm90Config<W, 16, 2, 256, 5, 4, 2>>(),
-        sm90<Sm90Config<W, 16, 4, 256, 6, 4, 1>>(),
-        sm90<Sm90Config<W, 32, 2, 256, 3, 2, 2>>(),
-        sm90<Sm90Config<W, 32, 4, 256, 5, 2, 1>>(),
-        sm90<Sm90Config<W, 64, 4, 256, 3, 2, 1>>(),
-        sm90<Sm90Config<W, 64, 2, 128, 4, 2, 2>>(),
-        sm90<Sm90Config<W, 64, 2, 256, 4, 2, 1>>(),
-        sm90<Sm90Config<W, 128, 2, 128, 5, 2, 1>>(),
-        sm90<Sm90Config<W, 256, 2, 128, 3, 2, 1>>(),
+        sm90<Sm90Config<W, 2, 8, 256, 4, 2>>(),     sm90<Sm90Config<W, 4, 8, 256, 4, 1>>(),
+        sm90<Sm90Config<W, 2, 16, 256, 4, 2>>(),    sm90<Sm90Config<W, 4, 16, 256, 4, 1>>(),
+        sm90<Sm90Config<W, 2, 32, 256, 2, 2>>(),    sm90<Sm90Config<W, 4, 32, 256, 2, 1>>(),
+        sm90<Sm90Config<W, 4, 64, 256, 2, 1>>(),    sm90<Sm90Config<W, 2, 64, 128, 2, 2>>(),
+        sm90<Sm90Config<W, 2, 64, 256, 2, 1>>(),    sm90<Sm90Config<W, 2, 128, 128, 2, 1>>(),
+        sm90<Sm90Config<W, 2, 256, 128, 2, 1>>(),
     };
   } else {
     return {
 #ifdef TUNE_SM80
-        sm80<Sm80Config<W, 8, 4, 2, 256, 3, 2>>(),
-        sm80<Sm80Config<W, 16, 4, 2, 256, 3, 2>>(),
-        sm80<Sm80Config<W, 32, 4, 1, 128, 4, 3>>(),
-        sm80<Sm80Config<W, 64, 4, 1, 128, 3, 2>>(),
+        sm80<Sm80Config<W, 8, 4, 2, 256, 3, 2>>(),  sm80<Sm80Config<W, 16, 4, 2, 256, 3, 2>>(),
+        sm80<Sm80Config<W, 32, 4, 1, 128, 4, 3>>(), sm80<Sm80Config<W, 64, 4, 1, 128, 3, 2>>(),
 #endif
-        sm90<Sm90Config<W, 8, 2, 256, 5, 4, 2>>(),
-        sm90<Sm90Config<W, 8, 4, 256, 5, 4, 1>>(),
-        sm90<Sm90Config<W, 16, 2, 256, 4, 4, 2>>(),
-        sm90<Sm90Config<W, 16, 4, 256, 5, 4, 1>>(),
-        sm90<Sm90Config<W, 32, 2, 256, 3, 2, 2>>(),
-        sm90<Sm90Config<W, 32, 4, 256, 4, 2, 1>>(),
-        sm90<Sm90Config<W, 64, 4, 256, 3, 2, 1>>(),
-        sm90<Sm90Config<W, 64, 2, 128, 4, 2, 2>>(),
-        sm90<Sm90Config<W, 64, 2, 256, 4, 2, 1>>(),
-        sm90<Sm90Config<W, 128, 2, 128, 5, 2, 1>>(),
-        sm90<Sm90Config<W, 256, 2, 128, 3, 2, 1>>(),
+        sm90<Sm90Config<W, 2, 8, 256, 4, 2>>(),     sm90<Sm90Config<W, 4, 8, 256, 4, 1>>(),
+        sm90<Sm90Config<W, 2, 16, 256, 4, 2>>(),    sm90<Sm90Config<W, 4, 16, 256, 4, 1>>(),
+        sm90<Sm90Config<W, 2, 32, 256, 2, 2>>(),    sm90<Sm90Config<W, 4, 32, 256, 2, 1>>(),
+        sm90<Sm90Config<W, 4, 64, 256, 2, 1>>(),    sm90<Sm90Config<W, 2, 64, 128, 2, 2>>(),
+        sm90<Sm90Config<W, 2, 64, 256, 2, 1>>(),    sm90<Sm90Config<W, 2, 128, 128, 2, 1>>(),
+        sm90<Sm90Config<W, 2, 256, 128, 2, 1>>(),
     };
   }
 }
@@ -207,13 +194,11 @@ int main(int argc, char** argv) {
   std::vector<std::pair<int, int>> shapes;
   for (int i = 1; i < argc; ++i) {
     int n, k;
-    if (!std::strncmp(argv[i], "name=", 5))
-      filter = argv[i] + 5;
+    if (!std::strncmp(argv[i], "name=", 5)) filter = argv[i] + 5;
     else if (!std::strncmp(argv[i], "M=", 2))
       for (char* at = argv[i] + 1; *at; at = std::strchr(at + 1, ',') ? std::strchr(at + 1, ',') : (char*)"")
         Ms.push_back(std::atoi(at + 1));
-    else if (std::sscanf(argv[i], "%dx%d", &n, &k) == 2)
-      shapes.push_back({n, k});
+    else if (std::sscanf(argv[i], "%dx%d", &n, &k) == 2) shapes.push_back({n, k});
   }
   if (Ms.empty()) Ms = {1, 8, 16, 32, 64, 128, 256, 1024, 4096};
   if (shapes.empty()) shapes = {{28672, 8192}, {4096, 4096}};
@@ -261,10 +246,8 @@ int main(int argc, char** argv) {
               v.start(d.problem(M, j % d.copies), schedule, stream);
             });
             best = std::min(best, us);
-            if (schedule.split)
-              std::printf(" /%d %.1f", schedule.split, us);
-            else
-              std::printf(" %.1f", us);
+            if (schedule.split) std::printf(" /%d %.1f", schedule.split, us);
+            else std::printf(" %.1f", us);
           }
           std::printf(" (%.2fx)", base[i] / best);
           std::fflush(stdout);

@@ -84,24 +84,32 @@ PTX_INLINE void pull_partials(const Piece<T>& p, float (&acc)[CELLS][4]) {
 #pragma unroll 1
     for (int first = p.first; first < p.block; first += BLOCKS) {
       uint4* const slot = p.slots + first * SLOT + first_cell * THREADS;
-      uint4 v[BLOCKS][BATCH];
       auto is_there = [&](int b, int c) { return first + b < p.block && p.m + (first_cell + c) % N8 * 8 < p.M; };
+      uint4 v[BLOCKS][BATCH];
 #pragma unroll
       for (int b = 0; b < BLOCKS; ++b)
 #pragma unroll
-        for (int c = 0; c < BATCH; ++c)
-          if (is_there(b, c)) v[b][c] = ptx::load_relaxed(slot + b * SLOT + c * THREADS);
+        for (int c = 0; c < BATCH; ++c) v[b][c] = make_uint4(EMPTY, EMPTY, EMPTY, EMPTY);
+      for (bool waiting = true; waiting;) {  // all that is missing is asked for at once
+#pragma unroll
+        for (int b = 0; b < BLOCKS; ++b)
+#pragma unroll
+          for (int c = 0; c < BATCH; ++c)
+            if (is_there(b, c) && is_missing(v[b][c])) v[b][c] = ptx::load_relaxed(slot + b * SLOT + c * THREADS);
+        waiting = false;
+#pragma unroll
+        for (int b = 0; b < BLOCKS; ++b)
+#pragma unroll
+          for (int c = 0; c < BATCH; ++c) waiting |= is_there(b, c) && is_missing(v[b][c]);
+        if (waiting) ptx::relax();
+      }
 #pragma unroll
       for (int b = 0; b < BLOCKS; ++b)
 #pragma unroll
         for (int c = 0; c < BATCH; ++c) {
           if (!is_there(b, c)) continue;
-          while (is_missing(v[b][c])) {
-            ptx::relax();
-            v[b][c] = ptx::load_relaxed(slot + b * SLOT + c * THREADS);
-          }
           ptx::store_relaxed(slot + b * SLOT + c * THREADS, make_uint4(EMPTY, EMPTY, EMPTY, EMPTY));
-          float(&sum)[4] = acc[first_cell + c];
+          float (&sum)[4] = acc[first_cell + c];
           sum[0] += __uint_as_float(v[b][c].x), sum[1] += __uint_as_float(v[b][c].y);
           sum[2] += __uint_as_float(v[b][c].z), sum[3] += __uint_as_float(v[b][c].w);
         }

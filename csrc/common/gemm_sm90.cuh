@@ -1,5 +1,5 @@
-// The kernel for sm_90a: bulk copies into a ring that mbarriers count, weights dequantized in registers, wgmma with them
-// as operand A and the tokens as N, stream-K.
+// The kernel for sm_90a: bulk copies into a ring that mbarriers count, weights dequantized in registers, wgmma with
+// them as operand A and the tokens as N, stream-K.
 //
 //     y tile = ROWS output features x TOKENS.  A stage = K_TILE columns of it: codes, metadata, scales and x, each in a
 //     slot of its own.
@@ -10,7 +10,8 @@
 //                 writer                  stores finished tiles, where they are staged (see STAGED)
 //
 // The two producers are apart because one thread takes longer for the waits and copies of a stage than a small stage
-// lasts. Weights::wgmma is the one step in which dense (csrc/dense) and 2:4 (csrc/sparse24) differ, next to the metadata.
+// lasts. Weights::wgmma is the one step in which dense (csrc/dense) and 2:4 (csrc/sparse24) differ, next to the
+// metadata.
 #pragma once
 #include "common/dequant.cuh"
 #include "common/epilogue.cuh"
@@ -40,10 +41,10 @@ struct Sm90Config {
 
   static constexpr int FRAGMENT_K = layout::fragment_k(Weights::BITS, Weights::SPARSE);
   static constexpr int MMA_K = layout::mma_k(Weights::SPARSE);
-  static constexpr int GROUP = Weights::GROUP;                // columns that take one scale: a group, or a part of one
-  static constexpr int COMMIT_K = STEPS * MMA_K;              // columns of a commit group
-  static constexpr int COMMITS = K_TILE / COMMIT_K;           // of a stage
-  static constexpr int STEPS_PER_LOAD = FRAGMENT_K / MMA_K;   // steps that a lane's 16 bytes of codes serve
+  static constexpr int GROUP = Weights::GROUP;               // columns that take one scale: a group, or a part of one
+  static constexpr int COMMIT_K = STEPS * MMA_K;             // columns of a commit group
+  static constexpr int COMMITS = K_TILE / COMMIT_K;          // of a stage
+  static constexpr int STEPS_PER_LOAD = FRAGMENT_K / MMA_K;  // steps that a lane's 16 bytes of codes serve
   static constexpr int SCALE_BYTES = layout::panel_scale_bytes(Weights::ZERO_POINTS);  // of one panel and group
 
   // A stage's bytes, and as many stages as fit.
@@ -52,8 +53,8 @@ struct Sm90Config {
   static constexpr int PANEL_SCALES = K_TILE / GROUP * SCALE_BYTES;
   static constexpr int X_BYTES = TOKENS * K_TILE * 2;
   static constexpr int SHARED_PER_SM = 228 * 1024, RESERVED = 2 * 1024;  // by the system, and barriers with alignment
-  static constexpr int STAGES = (SHARED_PER_SM / BLOCKS_PER_SM - RESERVED) /
-                                (PANELS * (PANEL_CODES + PANEL_META + PANEL_SCALES) + X_BYTES);
+  static constexpr int STAGES =
+      (SHARED_PER_SM / BLOCKS_PER_SM - RESERVED) / (PANELS * (PANEL_CODES + PANEL_META + PANEL_SCALES) + X_BYTES);
 
   static_assert(TOKENS % 8 == 0 && ROWS % layout::PANEL_ROWS == 0 && STAGES >= 3);
   static_assert(K_TILE % GROUP == 0 && K_TILE % layout::META_K == 0 && K_TILE % COMMIT_K == 0);
@@ -87,9 +88,9 @@ template <class T> struct Sm90Args {
   T* y;
   uint4* workspace;
   int64_t panel_codes, panel_meta, panel_scales;  // bytes
-  int stage_scales;  // bytes of one panel's scales that a stage reads
-  int scale_step;    // bytes from one stage's scales to the next; 0 where a row has one scale
-  int runs_log2;     // a group has 2 ** runs_log2 runs of C::GROUP columns
+  int stage_scales;                               // bytes of one panel's scales that a stage reads
+  int scale_step;  // bytes from one stage's scales to the next; 0 where a row has one scale
+  int runs_log2;   // a group has 2 ** runs_log2 runs of C::GROUP columns
   int M, N;
   bool bulk_stores;  // rows of y are aligned for them
   Partition partition;
@@ -120,16 +121,20 @@ PTX_INLINE void add_up_in_cluster(const Piece<T>& p, const RowPair& rows, const 
   ptx::bar_sync(1, C::CONSUMERS);  // all have finished reading the ring
 #pragma unroll
   for (int c = 0; c < CELLS; ++c)
-    ptx::store_shared(cell + c * (C::CONSUMERS * 16),
-                      make_float4(acc[4 * c], acc[4 * c + 1], acc[4 * c + 2], acc[4 * c + 3]));
+    if (p.m + c * 8 < p.M)
+      ptx::store_shared(cell + c * (C::CONSUMERS * 16),
+                        make_float4(acc[4 * c], acc[4 * c + 1], acc[4 * c + 2], acc[4 * c + 3]));
   ptx::cluster_sync();
-#pragma unroll 2
-  for (int c = p.block % split; c < CELLS; c += split) {
+#pragma unroll 1
+  for (int c = p.block % split; c < CELLS && p.m + c * 8 < p.M; c += split) {
+    float4 v[Schedule::MAX_CLUSTER];  // loaded at once, added in the order of the blocks
+#pragma unroll
+    for (int rank = 0; rank < Schedule::MAX_CLUSTER; ++rank)
+      if (rank < split) v[rank] = ptx::load_cluster(cell + c * (C::CONSUMERS * 16), rank);
     float sum[4] = {};
-    for (int rank = 0; rank < split; ++rank) {
-      const float4 v = ptx::load_cluster(cell + c * (C::CONSUMERS * 16), rank);
-      sum[0] += v.x, sum[1] += v.y, sum[2] += v.z, sum[3] += v.w;
-    }
+#pragma unroll
+    for (int rank = 0; rank < Schedule::MAX_CLUSTER; ++rank)
+      if (rank < split) sum[0] += v[rank].x, sum[1] += v[rank].y, sum[2] += v[rank].z, sum[3] += v[rank].w;
     store_tokens(p.y, sum, rows, p.m + c * 8, p.n, p.M, p.N);
   }
   ptx::cluster_sync();  // before a block ends, the others have read its shared memory
@@ -146,7 +151,8 @@ __global__ void __launch_bounds__(C::THREADS, C::BLOCKS_PER_SM)
   using namespace layout;
   using Ring = RingPosition<C::STAGES>;
   DYNAMIC_SHARED(smem);
-  STATIC_SHARED(uint64_t, bars, (2 + C::WARPGROUPS) * C::STAGES);
+  constexpr int WRITTEN = C::STAGED ? C::WARPGROUPS : 0;  // parts of a tile that are handed to the writer
+  STATIC_SHARED(uint64_t, bars, (2 + WRITTEN) * C::STAGES);
   const uint32_t base = ptx::uniform(ptx::smem_addr(smem)), full = ptx::uniform(ptx::smem_addr(bars));
   const uint32_t empty = full + 8 * C::STAGES;
   // For each slot, since the consumers may end another tile before the writer has taken one.
@@ -156,7 +162,7 @@ __global__ void __launch_bounds__(C::THREADS, C::BLOCKS_PER_SM)
     for (int s = 0; s < C::STAGES; ++s) {
       ptx::mbar_init(full + 8 * s, 2);  // the two producers
       ptx::mbar_init(empty + 8 * s, C::CONSUMER_WARPS);
-      for (int w = 0; w < C::WARPGROUPS; ++w) ptx::mbar_init(staged(s, w), 4);
+      for (int w = 0; w < WRITTEN; ++w) ptx::mbar_init(staged(s, w), 4);
     }
     ptx::mbar_init_fence();
   }
@@ -370,7 +376,7 @@ __global__ void __launch_bounds__(C::THREADS, C::BLOCKS_PER_SM)
       add_up_in_cluster<C>(piece, rows[0], acc, base, p.partition.split);
       return;
     }
-    auto& cells = reinterpret_cast<float(&)[C::TOKENS / 8][4]>(acc);
+    auto& cells = reinterpret_cast<float (&)[C::TOKENS / 8][4]>(acc);
     const bool to_writer = C::STAGED && p.bulk_stores && piece.last;
     if (!to_writer) release(before);
     if (!piece.last) {
@@ -397,6 +403,8 @@ __global__ void __launch_bounds__(C::THREADS, C::BLOCKS_PER_SM)
       if (lane == 0) ptx::mbar_arrive(staged(before, warpgroup));
     }
   }
+#else
+  __trap();  // compiled for another architecture: y must not stay what it was
 #endif
 }
 

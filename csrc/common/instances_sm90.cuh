@@ -1,4 +1,5 @@
-// Which variants of the kernel for sm_90a are compiled: the fastest that bench/kernels/tune.cu found for some M and shape.
+// Which variants of the kernel for sm_90a are compiled: the fastest that bench/kernels/tune.cu found for some M and
+// shape.
 #pragma once
 #include "common/launch_sm90.cuh"
 

@@ -47,7 +47,8 @@ template <class C> std::string start_sm90(const Problem& p, const Schedule& sche
   a.scale_step = group == -1 ? 0 : a.stage_scales;
   a.runs_log2 = group == -1 ? 31 : std::countr_zero(unsigned(group / C::GROUP));
   a.M = p.M, a.N = p.N;
-  a.bulk_stores = C::STAGED && schedule.split <= Schedule::WHOLE && p.N % 8 == 0 && reinterpret_cast<uintptr_t>(p.y) % 16 == 0;
+  a.bulk_stores =
+      C::STAGED && schedule.split <= Schedule::WHOLE && p.N % 8 == 0 && reinterpret_cast<uintptr_t>(p.y) % 16 == 0;
   // Token tiles that are taken together: their activations stay in the L2 while the weights pass.
   constexpr int64_t L2_SHARE = 9'000'000;
   const int64_t raster = std::clamp<int64_t>(L2_SHARE / (int64_t(C::TOKENS) * p.K * 2), 1, 4);
@@ -56,8 +57,11 @@ template <class C> std::string start_sm90(const Problem& p, const Schedule& sche
   ptx::TensorMap x_map = {}, y_map = {};
   cudaError_t error = tensor_map_2d(&x_map, p.x, p.K, p.M, p.x_stride * 2, C::TOKENS);
   if (error == cudaSuccess && a.bulk_stores) error = tensor_map_2d(&y_map, p.y, p.N, p.M, int64_t(p.N) * 2, C::TOKENS);
-  if (error != cudaSuccess) return "the driver refused to describe x or y to bulk copies";
-  error = launch_early(a.partition.split, gemm_sm90<C>, a.partition.blocks, C::THREADS, Sm90Shared<C>::bytes, stream, a, x_map, y_map);
+  if (error != cudaSuccess)
+    return std::string("x or y cannot be described to bulk copies, or the driver is too old for them: ") +
+           cudaGetErrorString(error);
+  error = launch_early(a.partition.split, gemm_sm90<C>, a.partition.blocks, C::THREADS, Sm90Shared<C>::bytes, stream, a,
+                       x_map, y_map);
   return error == cudaSuccess ? "" : std::string("launch failed: ") + cudaGetErrorString(error);
 }
 

@@ -1,8 +1,8 @@
-// How thread blocks share the work: whole tiles of y first dealt out evenly, the rest by stream-K.
+// How thread blocks share the work: whole tiles of y, as far as they go evenly into the blocks, the rest by stream-K.
 //
 // A UNIT is one tile of y times one tile of K. The units of the tiles that do not go evenly into the blocks lie on a
-// line, tile by tile, and the line is cut into one run per block, equal to within a unit; a run may begin and end inside
-// a tile. Four blocks, three tiles of five units:
+// line, tile by tile, and the line is cut into one run per block, equal to within a unit; a run may begin and end
+// inside a tile. Four blocks, three tiles of five units:
 //
 //     tile      |    0    |    1    |    2    |
 //     unit      0 . . . . 5 . . . . 10. . . . 15
@@ -11,7 +11,8 @@
 // The block that holds a tile's last unit FINISHES it: it adds the pieces of the blocks before it, in their order, so
 // the result does not depend on timing. A block walks its run from the last tile to the first. The piece that somebody
 // else finishes, at the end of its run, thus comes first, and the piece that it must wait for itself comes last. It
-// only ever waits for blocks of a lower index, which the GPU starts earlier: any number of blocks gets through.
+// only ever waits for blocks of a lower index. GPUs start these earlier (CUDA does not promise it): then any number of
+// blocks gets through, and otherwise as many as run at once.
 //
 // Then come its WHOLE tiles, which all blocks work through in step: those of the same tokens find each other's
 // activations in the L2, those of the same rows the weights.
@@ -44,7 +45,9 @@ struct Partition {
     if (p.split > 1) p.blocks = tiles * p.split;
     // Cuts as few tiles as it can with runs of at least one tile's length: short pieces cost more than they even out.
     const int waves = tiles / p.blocks;
-    p.whole = schedule.split != Schedule::STREAM_K || tiles % p.blocks == 0 ? tiles : waves > 1 ? (waves - 1) * p.blocks : 0;
+    p.whole = schedule.split != Schedule::STREAM_K || tiles % p.blocks == 0 ? tiles
+              : waves > 1                                                   ? (waves - 1) * p.blocks
+                                                                            : 0;
     p.units = (tiles - p.whole) * k_tiles;
     p.run = p.units / p.blocks, p.longer = p.units % p.blocks;
     return p;
@@ -83,7 +86,9 @@ struct Walk {
       next_piece(p);
     }
   }
-  PTX_INLINE bool done() const { return k == k_end; }  // of the piece, and of the work when it stays so after next_piece
+  PTX_INLINE bool done() const {
+    return k == k_end;
+  }  // of the piece, and of the work when it stays so after next_piece
   PTX_INLINE void next_piece(const Partition& p) {
     k = k_end = 0;
     if (end > first) {

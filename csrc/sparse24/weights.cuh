@@ -1,5 +1,5 @@
-// 2:4 sparse weights: two stored values per quad of columns, and a nibble of metadata that places them. mma.sp m16n8k32,
-// and wgmma.sp m64nNk32.
+// 2:4 sparse weights: two stored values per quad of columns, and a nibble of metadata that places them. mma.sp
+// m16n8k32, and wgmma.sp m64nNk32.
 #pragma once
 #include "common/ptx.cuh"
 

@@ -62,7 +62,9 @@ def why_not(packed: PackedWeight, activation_dtype: torch.dtype) -> str | None:
 
 
 def to_kernel(packed: PackedWeight, activation_dtype: torch.dtype) -> KernelWeight:
-    """Rearranges a weight for the kernels, on its device.
+    """Rearranges a weight for the kernels, on its device, and on a GPU waits until that is done.
+
+    A kernel for sm_90 may read its weight while the launch before it still runs, which must not be what writes it.
 
     Args:
         activation_dtype: dtype of x and y, float16 or bfloat16. Scales of another dtype are rounded to it once, after
@@ -83,6 +85,8 @@ def to_kernel(packed: PackedWeight, activation_dtype: torch.dtype) -> KernelWeig
     groups = s.num_groups(round_up(k, K_PANEL))
     scales, row_scales = pack_scales(packed.scales, packed.zero_point, s.num_bits, groups, activation_dtype)
     perm = None if perm is None else perm.int()
+    if packed.device.type == "cuda":
+        torch.cuda.current_stream(packed.device).synchronize()
     return KernelWeight(s, packed.out_features, k, weights, meta, scales, row_scales, perm)
 
 

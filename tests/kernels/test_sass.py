@@ -67,9 +67,12 @@ def check_ptxas(log: str, arch: str) -> None:
     assert "serialized" not in log
 
 
-def check_sass(sass: str) -> None:
+def check_sass(sass: str, arch: str) -> None:
     checked = 0
     for name, code in functions(sass):
+        if "gemm_sm90" in name and arch != "90a":  # only a trap
+            assert len(re.findall(r"/\*[0-9a-f]{4}\*/", code)) < 64
+            continue
         # A kernel for sm_90a may look up its work in local memory before and after its main loop, never in it.
         multiplications = [m.start() for m in re.finditer(r"\bHGMMA\b", code)]
         loop = code[multiplications[0] : multiplications[-1]] if multiplications else code
@@ -92,4 +95,4 @@ def test_kernels(arch: str) -> None:
         pytest.skip("no spills, but no cuobjdump either: pip install nvidia-cuda-cuobjdump nvidia-cuda-nvdisasm")
     env = {**os.environ, "PATH": f"{tool.parent}:{os.environ['PATH']}"}  # it calls nvdisasm
     done = subprocess.run([tool, "--dump-sass", binary], env=env, capture_output=True, text=True, check=True)
-    check_sass(done.stdout)
+    check_sass(done.stdout, arch)
