@@ -18,7 +18,7 @@ import common
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-PROMPT, NEW_TOKENS = "The history of computing begins with", 40
+PROMPT, NEW_TOKENS = "The history of computing begins with", 16
 
 
 @torch.no_grad()
