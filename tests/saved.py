@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -59,3 +60,19 @@ def logits(model: Any) -> torch.Tensor:
     tokens = torch.arange(60).view(2, 30) % VOCABULARY
     with torch.no_grad():
         return model(tokens).logits
+
+
+def change(path: str, value: Any) -> Callable[[dict[str, Any]], None]:
+    """Sets, or with ... deletes, a value deep in config.json."""
+
+    def edit(config: dict[str, Any]) -> None:
+        *parents, last = [int(key) if key.isdigit() else key for key in path.split("/")]
+        target: Any = config
+        for key in parents:
+            target = target[key]
+        if value is ...:
+            del target[last]
+        else:
+            target[last] = value
+
+    return edit

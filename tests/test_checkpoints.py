@@ -14,6 +14,7 @@ import pytest
 import saved
 import torch
 from safetensors.torch import load_file, save_file
+from saved import change
 from torch import nn
 from transformers import AutoModelForCausalLM, Gemma2Config, LlamaForSequenceClassification, PhiConfig, Qwen3Config
 
@@ -316,22 +317,6 @@ def test_tampered_header(checkpoint: Path, how: str) -> None:
     file.write_bytes(length.to_bytes(8, "little") + raw + data)
     with pytest.raises(CheckpointError, match=r"model.safetensors is truncated or no valid"):
         load(checkpoint)
-
-
-def change(path: str, value: Any) -> Callable[[dict[str, Any]], None]:
-    """Sets, or with ... deletes, a value deep in config.json."""
-
-    def edit(config: dict[str, Any]) -> None:
-        *parents, last = [int(key) if key.isdigit() else key for key in path.split("/")]
-        target: Any = config
-        for key in parents:
-            target = target[key]
-        if value is ...:
-            del target[last]
-        else:
-            target[last] = value
-
-    return edit
 
 
 GROUPS = "quantization_config/groups"

@@ -13,6 +13,7 @@ import fixtures
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from saved import change
 from torch import Tensor
 
 import sparse_marlin
@@ -131,22 +132,6 @@ def test_values_that_cannot_be(name: str, leaf: str, edit: Any, text: str, tmp_p
 
 Q = "quantization_config"
 CT = f"{Q}/config_groups/group_0"
-
-
-def change(path: str, value: Any) -> Callable[[dict[str, Any]], None]:
-    """Sets, or with ... deletes, a value deep in config.json."""
-
-    def edit(config: dict[str, Any]) -> None:
-        *parents, last = path.split("/")
-        target: Any = config
-        for key in parents:
-            target = target[key]
-        if value is ...:
-            del target[last]
-        else:
-            target[last] = value
-
-    return edit
 
 
 @pytest.mark.parametrize(
