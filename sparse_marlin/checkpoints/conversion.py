@@ -22,7 +22,7 @@ from ..compression.targets import scale_dtype
 from ..packed import PackedWeight
 from ..scheme import Scheme
 from . import compressed_tensors, native, reading
-from .files import CONFIG_NAME, INDEX_NAME, WEIGHTS_NAME, CheckpointError, read_json, write_file, write_json
+from .files import CONFIG_NAME, CheckpointError, read_json, shard_names, write_file, write_index, write_json
 from .reading import Checkpoint
 from .words import mask_24
 
@@ -149,7 +149,7 @@ def plan(
             f"{source}: the weights are quantized already, for example {next(iter(quantized))}: leave bits out"
         )
     parts = [(plain, layers) for plain, layers in checkpoint.work() if plain or layers]
-    names = _shard_names(len(parts))
+    names = shard_names(len(parts))
     shards = [Shard(file, *part) for file, part in zip(names, parts, strict=True)]
     columns = {name: layer.in_features for name, layer in checkpoint.layers.items()}
     export = compressed_tensors.export_schemes(quantized, columns)
@@ -330,11 +330,5 @@ def _finish(job: Job, scratch: Path, schemes: Mapping[str, Scheme]) -> None:
             with safe_open(scratch / shard.file, framework="pt") as f:
                 weight_map.update(dict.fromkeys(f.keys(), shard.file))
         total = sum((scratch / shard.file).stat().st_size for shard in job.shards)
-        write_json(scratch / INDEX_NAME, {"metadata": {"total_size": total}, "weight_map": weight_map})
+        write_index(scratch, total, weight_map)
     reading.open_checkpoint(scratch, read_json(scratch / CONFIG_NAME), target)
-
-
-def _shard_names(count: int) -> list[str]:
-    if count == 1:
-        return [WEIGHTS_NAME]
-    return [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]

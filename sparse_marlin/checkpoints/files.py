@@ -180,16 +180,24 @@ def write_tensors(directory: Path, tensors: Mapping[str, Tensor]) -> None:
             room = MAX_SHARD_BYTES
         shards[-1].append(name)
         room -= t.nbytes
-    if len(shards) == 1:
-        write_file(directory / WEIGHTS_NAME, tensors, shards[0])
-        return
     weight_map = {}
-    for i, names in enumerate(shards, 1):
-        file = f"model-{i:05d}-of-{len(shards):05d}.safetensors"
+    for file, names in zip(shard_names(len(shards)), shards, strict=True):
         write_file(directory / file, tensors, names)
         weight_map.update(dict.fromkeys(names, file))
-    total = sum(t.nbytes for t in tensors.values())
-    write_json(directory / INDEX_NAME, {"metadata": {"total_size": total}, "weight_map": weight_map})
+    if len(shards) > 1:
+        write_index(directory, sum(t.nbytes for t in tensors.values()), weight_map)
+
+
+def shard_names(count: int) -> list[str]:
+    """What the files of a checkpoint's weights are called."""
+    if count == 1:
+        return [WEIGHTS_NAME]
+    return [f"model-{i:05d}-of-{count:05d}{SUFFIX}" for i in range(1, count + 1)]
+
+
+def write_index(directory: Path, nbytes: int, weight_map: Mapping[str, str]) -> None:
+    """Writes which of several files holds which tensor."""
+    write_json(directory / INDEX_NAME, {"metadata": {"total_size": nbytes}, "weight_map": weight_map})
 
 
 def write_file(file: Path, tensors: Mapping[str, Tensor], names: Iterable[str]) -> None:
