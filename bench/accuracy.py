@@ -17,16 +17,14 @@ import json
 import os
 import platform
 import resource
-import shlex
-import subprocess
 import sys
 import time
-from collections.abc import Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, Literal
 
 import readme
+import results
 import torch
 import transformers
 
@@ -148,15 +146,10 @@ def table_of(found: dict[str, Any]) -> tuple[tuple[str, ...], list[tuple[str, ..
     return columns, cells, caption
 
 
-def without_folders(words: Sequence[str]) -> str:
-    """A command line with the names alone of the files in it: where they lie is of use to nobody else."""
-    return shlex.join([*words[:2], *(Path(w).name if "/" in w else w for w in words[2:])])
-
-
 def _write(args: argparse.Namespace, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Writes the file anew; the rows in it, which may have come from several runs."""
     setting = {
-        "commit": _commit(),
+        "commit": results.commit(),
         "device": _device(args.device),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
@@ -175,7 +168,7 @@ def _write(args: argparse.Namespace, rows: list[dict[str, Any]]) -> list[dict[st
         if setting.items() <= before["meta"].items():
             merged = {r["method"]: r for r in before["rows"]} | merged
     rows = [merged[name] for name in METHODS if name in merged]
-    command = without_folders(["python", "bench/accuracy.py", *sys.argv[1:]])
+    command = results.command("bench/accuracy.py", sys.argv[1:])
     run = {"date": datetime.now(timezone.utc).isoformat(timespec="seconds"), "command": command}
     args.json.parent.mkdir(parents=True, exist_ok=True)
     part = args.json.with_suffix(f".{os.getpid()}")
@@ -186,13 +179,6 @@ def _write(args: argparse.Namespace, rows: list[dict[str, Any]]) -> list[dict[st
 
 def _device(device: str) -> str:
     return f"{platform.machine()} CPU" if device == "cpu" else torch.cuda.get_device_name()
-
-
-def _commit() -> str:
-    """The commit that is measured; $SPARSE_MARLIN_COMMIT where the tree came without its history."""
-    given = os.environ.get("SPARSE_MARLIN_COMMIT")
-    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
-    return given or subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
 
 def _peak_gb(device: str) -> float:

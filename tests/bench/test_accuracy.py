@@ -8,6 +8,7 @@ from pathlib import Path
 import accuracy
 import pytest
 import readme
+import results
 
 RESULTS = Path(accuracy.__file__).parent / "results" / "accuracy.json"
 
@@ -34,5 +35,5 @@ def test_every_row_is_a_known_method_in_its_place() -> None:
 
 def test_a_command_keeps_the_names_of_files_alone() -> None:
     words = ["python", "bench/accuracy.py", "--model", "/data/small/", "--text", "./a text.txt", "--seed", "1"]
-    assert accuracy.without_folders(words) == "python bench/accuracy.py --model small --text 'a text.txt' --seed 1"
+    assert results.command(words[1], words[2:]) == "python bench/accuracy.py --model small --text 'a text.txt' --seed 1"
     assert "--json accuracy.json" in json.loads(RESULTS.read_text(encoding="utf-8"))["meta"]["command"]
