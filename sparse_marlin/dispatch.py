@@ -88,7 +88,8 @@ class Device:
         return cls(name, capability, multiprocessors, per_block, per_sm, clock / 1e6, bandwidth, tuple(clusters))
 
 
-# GPUs that a choice can be explained for where they are not: what the extension says there.
+# GPUs that a choice can be explained for where they are not, near what the extension says there; how many clusters of
+# more than two blocks run at once is an estimate.
 RECORDED = {"h200": Device("NVIDIA H200", 90, 132, 232448, 233472, 1.98, 4916, (66, 33, 30, 20, 16, 14, 12))}
 
 
