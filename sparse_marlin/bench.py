@@ -13,7 +13,7 @@ from torch import nn
 from . import models, runtime, tuning
 from .checkpoints import describe, is_checkpoint
 from .compression.targets import decoder_blocks
-from .dispatch import Config, Device, Kernel, Problem, choice_of, estimate, parse_plan, plan, streamed_bytes
+from .dispatch import Config, Device, Kernel, Problem, choice_of, estimate, parse_plan, streamed_bytes
 from .layouts import to_kernel
 from .layouts.scales import KERNEL_DTYPES
 from .packed import PackedWeight
@@ -103,8 +103,7 @@ def expected(layer: Layer, device: Device, kernels: Sequence[Kernel], tokens: It
     Raises:
         RuntimeError: if no kernel can run the layer.
     """
-    where = layer.N, layer.K, layer.scheme, layer.dtype, device, kernels
-    text = tuning.tuned_plan(*where) or plan(*where)
+    text = tuning.best_plan(layer.N, layer.K, layer.scheme, layer.dtype, device, kernels)
     if text is None:
         raise RuntimeError(f"no kernel can run {layer} on {device.name}")
     steps, table = parse_plan(text), {k.name: k for k in kernels}

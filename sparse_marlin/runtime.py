@@ -10,12 +10,12 @@ from torch import Tensor
 
 from . import ops  # noqa: F401  defines what the extension implements
 from .build import BuildError, extension_path, mode
-from .dispatch import STREAM_K, WHOLE, Config, Device, Kernel, Problem, configurations, plan, why_not
+from .dispatch import STREAM_K, WHOLE, Config, Device, Kernel, Problem, configurations, why_not
 from .layouts import KernelWeight, to_kernel
 from .layouts import why_not as no_kernel_form
 from .packed import PackedWeight
 from .scheme import Scheme
-from .tuning import tuned_plan
+from .tuning import best_plan
 
 # Odd sizes, so that padding is tested too, whole tiles and parts of them, and blocks that share a tile.
 _TEST_ROWS, _TEST_COLUMNS, _TEST_TOKENS, _TEST_BLOCKS = 200, 896, (1, 37, 300), 5
@@ -66,9 +66,8 @@ def plan_for(packed: PackedWeight, dtype: torch.dtype) -> str | None:
     if reason := why_no_kernel(packed, dtype):
         _warn(f"{reason}. The weight is dequantized in PyTorch instead, which is right but slow.")
         return None
-    layer = packed.out_features, packed.in_features, packed.scheme, dtype, device_properties(packed.device.index)
-    table = kernels(packed.scheme, dtype)
-    return tuned_plan(*layer, table) or plan(*layer, table)
+    table, device = kernels(packed.scheme, dtype), device_properties(packed.device.index)
+    return best_plan(packed.out_features, packed.in_features, packed.scheme, dtype, device, table)
 
 
 def why_no_kernel(packed: PackedWeight, dtype: torch.dtype) -> str | None:
@@ -99,17 +98,17 @@ def self_test(where: torch.device, device: Device, scheme: Scheme, dtype: torch.
     random = torch.Generator(where).manual_seed(0)
     table = kernels(scheme, dtype)
     with_clusters = {kernel.name for kernel in table if kernel.min_capability == 90}
+    xs = [torch.randn(tokens, k, generator=random, device=where).to(dtype) for tokens in _TEST_TOKENS]
+    products = [(x, x.double() @ weight.double().T) for x in xs]
     tests = [
-        (tokens, Config(config.kernel, _TEST_BLOCKS, split))
+        (x, want, Config(config.kernel, _TEST_BLOCKS, split))
         for config in configurations(Problem(1, n, k, scheme, dtype), device, table)
         if isinstance(config, Config)
-        for tokens in _TEST_TOKENS
+        for x, want in products
         for split in (STREAM_K, WHOLE, 2)
         if split < 2 or config.kernel in with_clusters
     ]
-    for tokens, config in tests:
-        x = torch.randn(tokens, k, generator=random, device=where).to(dtype)
-        want = x.double() @ weight.double().T
+    for x, want, config in tests:
         try:
             got = multiply(form, x, f"*:{config.step}")
             error = float((got - want).norm() / want.norm())
@@ -121,11 +120,16 @@ def self_test(where: torch.device, device: Device, scheme: Scheme, dtype: torch.
 
 
 def random_weight(N: int, K: int, scheme: Scheme, where: torch.device) -> PackedWeight:
-    """A weight [N, K] of random codes, always the same ones, to test and time kernels with."""
+    """A weight [N, K] of random numbers, always the same ones, to test and time kernels with.
+
+    Its scales are small enough for products of float16 to stay finite.
+    """
     random = torch.Generator(where).manual_seed(0)
     codes = torch.randint(1 << scheme.num_bits, (N, K), dtype=torch.uint8, generator=random, device=where)
-    scales = torch.rand(N, scheme.num_groups(K), generator=random, device=where).add_(0.5)
-    zeros = None if scheme.symmetric else torch.full_like(scales, scheme.zero_code + 1).to(torch.uint8)
+    scales = torch.rand(N, scheme.num_groups(K), generator=random, device=where).add_(0.5).mul_(0.01)
+    zeros = None
+    if not scheme.symmetric:
+        zeros = torch.randint(1 << scheme.num_bits, scales.shape, dtype=torch.uint8, generator=random, device=where)
     mask = None
     if scheme.sparsity:
         pairs = torch.combinations(torch.arange(4, device=where))  # that may be kept of a quad

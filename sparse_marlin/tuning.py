@@ -61,7 +61,7 @@ def measure(form: KernelWeight, x: Tensor, configs: Mapping[int, Sequence[Config
     while len(copies) * size < _COLD_BYTES:
         tensors = {name: None if (t := getattr(form, name)) is None else t.clone() for name in KERNEL_TENSOR_NAMES}
         copies.append(replace(form, **tensors))  # type: ignore[arg-type]  # by name
-    if x.is_cuda:  # as in CompressedLinear.prepare: what wrote the weights must have ended
+    if x.is_cuda:  # as in to_kernel: what wrote the weights must have ended
         torch.cuda.synchronize(x.device)
     for tokens, candidates in configs.items():
         expected: Tensor | None = None
@@ -154,7 +154,7 @@ def tune(
     n, k = packed.out_features, packed.in_features
     layer = n, k, packed.scheme, dtype, device, table
     configs = {m: candidates(Problem(m, n, k, packed.scheme, dtype), device, table) for m in wanted}
-    before = tuned_plan(*layer) or plan(*layer)
+    before = best_plan(*layer)
     if before is None or not all(configs.values()):
         raise RuntimeError(f"no kernel can run this layer on {device.name}")
     random = torch.Generator(packed.device).manual_seed(0)
@@ -188,6 +188,14 @@ def tuned_plan(
     except ValueError:
         return None
     return found if {c.kernel for c in steps.values()} <= {k.name for k in kernels} else None
+
+
+def best_plan(
+    N: int, K: int, scheme: Scheme, dtype: torch.dtype, device: Device, kernels: Sequence[Kernel]
+) -> str | None:
+    """The plan for a layer: what :func:`tune` found, else what the cost model expects; None if no kernel can run it."""
+    layer = N, K, scheme, dtype, device, kernels
+    return tuned_plan(*layer) or plan(*layer)
 
 
 def tuned_file() -> Path:

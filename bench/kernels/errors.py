@@ -23,7 +23,6 @@ from results import commit, write_json
 from sparse_marlin import Scheme, runtime
 from sparse_marlin.dispatch import Config, Problem, configurations
 from sparse_marlin.layouts import to_kernel
-from sparse_marlin.packed import PackedWeight
 
 TOKENS = (*range(1, 18), 31, 33, 64, 100, 128, 257, 1024, 4096)
 N, K = 1072, 2048
@@ -39,19 +38,6 @@ def schemes() -> Iterator[Scheme]:
                     yield Scheme(num_bits, group_size, None, symmetric, dtype=dtype)
 
 
-def random_weight(scheme: Scheme, device: torch.device) -> PackedWeight:
-    random = torch.Generator(device).manual_seed(0)
-    codes = torch.randint(1 << scheme.num_bits, (N, K), generator=random, device=device).to(torch.uint8)
-    scales = (torch.rand(N, scheme.num_groups(K), generator=random, device=device) + 0.5) * 0.01
-    zeros = None
-    if not scheme.symmetric:
-        zeros = torch.randint(1 << scheme.num_bits, scales.shape, generator=random, device=device).to(torch.uint8)
-    mask = None
-    if scheme.sparsity:
-        mask = torch.rand(N, K // 4, 4, generator=random, device=device).argsort().lt(2).view(N, K)
-    return PackedWeight.pack(codes, scales, scheme, mask, zeros)
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="write the rows there")
@@ -65,7 +51,7 @@ def main() -> int:
         return 1
     rows: list[dict[str, Any]] = []
     for scheme in schemes():
-        packed = random_weight(scheme, device)
+        packed = runtime.random_weight(N, K, scheme, device)
         dtype = scheme.dtype
         form, dense = to_kernel(packed, dtype), packed.dequantize()
         exact_weight = dense.double()
