@@ -154,34 +154,26 @@ template <class Start> double microseconds(int launches, Start start) {
 template <class W> std::vector<Variant> variants() {
   // sm80: tokens, warps along N, warps along K, columns, stages, blocks per multiprocessor
   // sm90: warpgroups, tokens, columns, steps of a commit group, blocks per multiprocessor
-  if constexpr (W::SPARSE) {
-    return {
+  return {
 #ifdef TUNE_SM80
-        sm80<Sm80Config<W, 8, 4, 2, 256, 4, 2>>(),  sm80<Sm80Config<W, 16, 4, 1, 128, 6, 4>>(),
-        sm80<Sm80Config<W, 16, 4, 2, 256, 4, 2>>(), sm80<Sm80Config<W, 32, 4, 1, 128, 5, 3>>(),
-        sm80<Sm80Config<W, 64, 4, 1, 128, 3, 2>>(),
+      sm80<Sm80Config<W, 8, 4, 2, 256, W::SPARSE ? 4 : 3, 2>>(),
+      sm80<Sm80Config<W, 16, 4, 1, 128, W::SPARSE ? 6 : 5, 4>>(),
+      sm80<Sm80Config<W, 16, 4, 2, 256, W::SPARSE ? 4 : 3, 2>>(),
+      sm80<Sm80Config<W, 32, 4, 1, 128, W::SPARSE ? 5 : 4, 3>>(),
+      sm80<Sm80Config<W, 64, 4, 1, 128, 3, 2>>(),
 #endif
-        sm90<Sm90Config<W, 2, 8, 256, 4, 2>>(),     sm90<Sm90Config<W, 4, 8, 256, 4, 1>>(),
-        sm90<Sm90Config<W, 2, 16, 256, 4, 2>>(),    sm90<Sm90Config<W, 4, 16, 256, 4, 1>>(),
-        sm90<Sm90Config<W, 2, 32, 256, 2, 2>>(),    sm90<Sm90Config<W, 4, 32, 256, 2, 1>>(),
-        sm90<Sm90Config<W, 4, 64, 256, 2, 1>>(),    sm90<Sm90Config<W, 2, 64, 128, 2, 2>>(),
-        sm90<Sm90Config<W, 2, 64, 256, 2, 1>>(),    sm90<Sm90Config<W, 2, 128, 128, 2, 1>>(),
-        sm90<Sm90Config<W, 2, 256, 128, 2, 1>>(),
-    };
-  } else {
-    return {
-#ifdef TUNE_SM80
-        sm80<Sm80Config<W, 8, 4, 2, 256, 3, 2>>(),  sm80<Sm80Config<W, 16, 4, 2, 256, 3, 2>>(),
-        sm80<Sm80Config<W, 32, 4, 1, 128, 4, 3>>(), sm80<Sm80Config<W, 64, 4, 1, 128, 3, 2>>(),
-#endif
-        sm90<Sm90Config<W, 2, 8, 256, 4, 2>>(),     sm90<Sm90Config<W, 4, 8, 256, 4, 1>>(),
-        sm90<Sm90Config<W, 2, 16, 256, 4, 2>>(),    sm90<Sm90Config<W, 4, 16, 256, 4, 1>>(),
-        sm90<Sm90Config<W, 2, 32, 256, 2, 2>>(),    sm90<Sm90Config<W, 4, 32, 256, 2, 1>>(),
-        sm90<Sm90Config<W, 4, 64, 256, 2, 1>>(),    sm90<Sm90Config<W, 2, 64, 128, 2, 2>>(),
-        sm90<Sm90Config<W, 2, 64, 256, 2, 1>>(),    sm90<Sm90Config<W, 2, 128, 128, 2, 1>>(),
-        sm90<Sm90Config<W, 2, 256, 128, 2, 1>>(),
-    };
-  }
+      sm90<Sm90Config<W, 2, 8, 256, 4, 2>>(),
+      sm90<Sm90Config<W, 4, 8, 256, 4, 1>>(),
+      sm90<Sm90Config<W, 2, 16, 256, 4, 2>>(),
+      sm90<Sm90Config<W, 4, 16, 256, 4, 1>>(),
+      sm90<Sm90Config<W, 2, 32, 256, 2, 2>>(),
+      sm90<Sm90Config<W, 4, 32, 256, 2, 1>>(),
+      sm90<Sm90Config<W, 2, 64, 128, 2, 2>>(),
+      sm90<Sm90Config<W, 2, 64, 256, 2, 1>>(),
+      sm90<Sm90Config<W, 4, 64, 256, 2, 1>>(),
+      sm90<Sm90Config<W, 2, 128, 128, 2, 1>>(),
+      sm90<Sm90Config<W, 2, 256, 128, 2, 1>>(),
+  };
 }
 
 int main(int argc, char** argv) {

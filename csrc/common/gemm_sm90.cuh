@@ -172,55 +172,49 @@ __global__ void __launch_bounds__(C::THREADS, C::BLOCKS_PER_SM)
   const int warp = ptx::uniform(int(threadIdx.x / 32)), lane = threadIdx.x % 32;
   if (warp >= C::CONSUMER_WARPS) {
     if constexpr (C::MOVE_REGISTERS) ptx::setmaxnreg_dec<C::PRODUCER_REGISTERS>();
+    // Goes through the ring: load(n_tile, m_tile, k, slot, bar) brings `bytes` bytes of a stage.
+    const auto produce = [&](uint32_t bytes, auto load) {
+      Ring ring;
+      for (Walk walk(p.partition, blockIdx.x); !walk.done(); walk.next_piece(p.partition)) {
+        int n_tile, m_tile;
+        p.partition.coordinates(walk.tile, n_tile, m_tile);
+#pragma unroll 1
+        for (; walk.k < walk.k_end; ++walk.k, ring.advance()) {
+          const uint32_t bar = full + 8 * ring.slot;
+          ptx::mbar_wait(empty + 8 * ring.slot, ring.parity ^ 1);
+          ptx::mbar_arrive_expect(bar, bytes);
+          load(n_tile, m_tile, walk.k, ring.slot, bar);
+        }
+      }
+    };
     if (warp == C::CONSUMER_WARPS && lane == 0) {
       // ---- producer of weights
       const uint64_t policy = p.partition.m_tiles == 1 ? ptx::l2_evict_first() : ptx::l2_evict_normal();
       const int last_panel = (p.N - 1) / PANEL_ROWS;
       const uint32_t stage_bytes = S::CODES + S::META + C::PANELS * p.stage_scales;
-      Ring ring;
-      for (Walk walk(p.partition, blockIdx.x); !walk.done(); walk.next_piece(p.partition)) {
-        int n_tile, m_tile;
-        p.partition.coordinates(walk.tile, n_tile, m_tile);
-#pragma unroll 1
-        for (; walk.k < walk.k_end; ++walk.k, ring.advance()) {
-          const uint32_t bar = full + 8 * ring.slot;
-          ptx::mbar_wait(empty + 8 * ring.slot, ring.parity ^ 1);
-          ptx::mbar_arrive_expect(bar, stage_bytes);
+      produce(stage_bytes, [&](int n_tile, int, int k, int slot, uint32_t bar) {
 #pragma unroll
-          for (int i = 0; i < C::PANELS; ++i) {
-            const int panel = min(n_tile * C::PANELS + i, last_panel);  // rows past N are computed and not stored
-            ptx::bulk_load(base + S::codes + ring.slot * S::CODES + i * C::PANEL_CODES,
-                           p.weights + panel * p.panel_codes + int64_t(walk.k) * C::PANEL_CODES, C::PANEL_CODES, bar,
-                           policy);
-            if constexpr (W::SPARSE)
-              ptx::bulk_load(base + S::meta + ring.slot * S::META + i * C::PANEL_META,
-                             p.meta + panel * p.panel_meta + int64_t(walk.k) * C::PANEL_META, C::PANEL_META, bar,
-                             policy);
-            ptx::bulk_load(base + S::scales + ring.slot * S::SCALES + i * C::PANEL_SCALES,
-                           p.scales + panel * p.panel_scales + int64_t(walk.k) * p.scale_step, p.stage_scales, bar,
-                           policy);
-          }
+        for (int i = 0; i < C::PANELS; ++i) {
+          const int panel = min(n_tile * C::PANELS + i, last_panel);  // rows past N are computed and not stored
+          ptx::bulk_load(base + S::codes + slot * S::CODES + i * C::PANEL_CODES,
+                         p.weights + panel * p.panel_codes + int64_t(k) * C::PANEL_CODES, C::PANEL_CODES, bar, policy);
+          if constexpr (W::SPARSE)
+            ptx::bulk_load(base + S::meta + slot * S::META + i * C::PANEL_META,
+                           p.meta + panel * p.panel_meta + int64_t(k) * C::PANEL_META, C::PANEL_META, bar, policy);
+          ptx::bulk_load(base + S::scales + slot * S::SCALES + i * C::PANEL_SCALES,
+                         p.scales + panel * p.panel_scales + int64_t(k) * p.scale_step, p.stage_scales, bar, policy);
         }
-      }
+      });
     } else if (warp == C::CONSUMER_WARPS + 1 && lane == 0) {
       // ---- producer of tokens
       ptx::prefetch_tensor_map(&x_map);
       ptx::pdl_wait();
-      Ring ring;
-      for (Walk walk(p.partition, blockIdx.x); !walk.done(); walk.next_piece(p.partition)) {
-        int n_tile, m_tile;
-        p.partition.coordinates(walk.tile, n_tile, m_tile);
-#pragma unroll 1
-        for (; walk.k < walk.k_end; ++walk.k, ring.advance()) {
-          const uint32_t bar = full + 8 * ring.slot;
-          ptx::mbar_wait(empty + 8 * ring.slot, ring.parity ^ 1);
-          ptx::mbar_arrive_expect(bar, S::X);
+      produce(S::X, [&](int, int m_tile, int k, int slot, uint32_t bar) {
 #pragma unroll
-          for (int i = 0; i < C::K_TILE / 64; ++i)  // zeros past K and past M
-            ptx::tensor_load_2d(base + S::x + ring.slot * S::X + i * (C::TOKENS * 128), &x_map,
-                                walk.k * C::K_TILE + i * 64, m_tile * C::TOKENS, bar);
-        }
-      }
+        for (int i = 0; i < C::K_TILE / 64; ++i)  // zeros past K and past M
+          ptx::tensor_load_2d(base + S::x + slot * S::X + i * (C::TOKENS * 128), &x_map, k * C::K_TILE + i * 64,
+                              m_tile * C::TOKENS, bar);
+      });
     } else if (C::STAGED && warp == C::CONSUMER_WARPS + 2 && p.bulk_stores) {
       // ---- writer: the consumers leave a finished tile in the x slot of its last stage, a half per warpgroup
       Ring ring;

@@ -196,6 +196,16 @@ inline Prepared prepare(const GemmProblem& p, int threads = 1) {
   return out;
 }
 
+inline std::vector<Scheme> schemes(bool sparse) {
+  std::vector<Scheme> all;
+  for (Float16 dtype : {Float16::HALF, Float16::BFLOAT16})
+    for (int num_bits : {4, 8})
+      for (int group_size : {-1, 32, 64, 128})
+        for (bool zero_points : {false, true})
+          if (!(sparse && zero_points)) all.push_back({dtype, num_bits, group_size, sparse, zero_points});
+  return all;
+}
+
 inline std::string name(const GemmProblem& p) {
   const Scheme& s = p.scheme;
   char text[160];

@@ -26,8 +26,7 @@ struct Launch {
 };
 std::string text(const GemmProblem& p, const Launch& l) {
   return l.config + ", " + std::to_string(l.schedule.blocks) + " blocks, split " + std::to_string(l.schedule.split) +
-         ", " + name(p) + ", seed " +
-         std::to_string(emu::options.seed);
+         ", " + name(p) + ", seed " + std::to_string(emu::options.seed);
 }
 
 // Runs it and returns y, or nothing after a message.
@@ -110,16 +109,6 @@ bool random_problem(const Scheme& s, const std::string& config, int token_tile, 
   if (run(p, w, l, shared_workspace) == y) return true;
   std::printf("%s: other bits than under another schedule\n", text(p, l).c_str());
   return false;
-}
-
-std::vector<Scheme> schemes(bool sparse) {
-  std::vector<Scheme> all;
-  for (Float16 dtype : {Float16::HALF, Float16::BFLOAT16})
-    for (int num_bits : {4, 8})
-      for (int group_size : {-1, 32, 64, 128})
-        for (bool zero_points : {false, true})
-          if (!(sparse && zero_points)) all.push_back({dtype, num_bits, group_size, sparse, zero_points});
-  return all;
 }
 
 int check_gemm(const std::string& arch, bool sparse) {
