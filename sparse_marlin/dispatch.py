@@ -88,9 +88,8 @@ class Device:
         return cls(name, capability, multiprocessors, per_block, per_sm, clock / 1e6, bandwidth, tuple(clusters))
 
 
-# GPUs that a choice can be explained for where they are not, near what the extension says there; how many clusters of
-# more than two blocks run at once is an estimate.
-RECORDED = {"h200": Device("NVIDIA H200", 90, 132, 232448, 233472, 1.98, 4916, (66, 33, 30, 20, 16, 14, 12))}
+# GPUs that a choice can be explained for where they are not: what the extension says there.
+RECORDED = {"h200": Device("NVIDIA H200", 90, 132, 232448, 233472, 1.98, 4814.304, (66, 39, 30, 22, 17, 15, 15))}
 
 
 @dataclass(frozen=True)
@@ -316,8 +315,7 @@ def schedules(p: Problem, device: Device, kernel: Kernel) -> list[Config]:
     counts = [n * device.multiprocessors for n in range(1, resident + 1)]
     found = {Config(kernel.name, min(n, tiles * k_tiles)) for n in counts}
     hopper = kernel.min_capability == 90
-    if not hopper or resident == 1:  # small blocks of whole tiles ask for too little at a time
-        found |= {Config(kernel.name, min(n, tiles), WHOLE) for n in counts}
+    found |= {Config(kernel.name, min(n, tiles), WHOLE) for n in counts}
     if hopper and resident == 1:  # two clusters on a multiprocessor get in each other's way
         for split, at_once in enumerate(device.clusters, 2):
             if split <= k_tiles and tiles <= at_once:
