@@ -1,6 +1,6 @@
 """Microseconds of the Linears of one Llama block as a dependent chain, as in a decoding step, beside cuBLAS.
 
-    python bench/chain.py                                        Llama-3-8B, M = 1 and 16
+    python bench/chain.py                                        llama3-8b
     python bench/chain.py --json bench/results/h200/chain.json
 
 Fused as inference engines fuse them: q, k and v; o; gate and up; down. Each reads what the one before it wrote, chain
@@ -16,7 +16,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import datetime, timezone
 from pathlib import Path
@@ -30,14 +30,9 @@ from torch.nn.functional import linear
 
 from sparse_marlin import CompressedLinear, Scheme, runtime
 
-HIDDEN, INTERMEDIATE, KEY_VALUE = 4096, 14336, 1024  # Llama-3-8B
-SHAPES = (
-    (HIDDEN + 2 * KEY_VALUE, HIDDEN),
-    (HIDDEN, HIDDEN),
-    (2 * INTERMEDIATE, HIDDEN),
-    (HIDDEN, INTERMEDIATE),
-)
-TOKENS = (1, 16)
+# hidden_size, intermediate_size, and features of a block's keys (or values)
+MODELS = {"llama3-8b": (4096, 14336, 1024), "llama3-70b": (8192, 28672, 1024)}
+TOKENS = (1, 16, 32)
 KINDS = ("cublas", "dense", "2:4")
 ROUNDS = 9
 SWITCH = "SPARSE_MARLIN_EARLY_LAUNCH"
@@ -47,6 +42,8 @@ Layer = Callable[[Tensor], Tensor]
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=MODELS, default="llama3-8b")
+    parser.add_argument("--m", nargs="+", type=int, default=TOKENS, help="numbers of tokens")
     parser.add_argument("--group-size", type=int, default=128)
     parser.add_argument("--json", type=Path, help="write the rows there")
     parser.add_argument("--one", action="store_true", help=argparse.SUPPRESS)  # measure, and print rows as JSON
@@ -55,12 +52,12 @@ def main() -> int:
         print("needs an NVIDIA GPU")
         return 1
     if args.one:
-        print(json.dumps(measure(args.group_size)))
+        print(json.dumps(measure(args.model, args.group_size, args.m)))
         return 0
     rows: list[dict[str, Any]] = []
     bandwidth = 0.0
     for early in (True, False):
-        command = [sys.executable, __file__, "--one", "--group-size", str(args.group_size)]
+        command = [sys.executable, __file__, "--one", *sys.argv[1:]]
         run = subprocess.run(command, env=os.environ | {SWITCH: str(int(early))}, stdout=subprocess.PIPE, text=True)
         if run.returncode:
             return run.returncode
@@ -88,7 +85,8 @@ def main() -> int:
             "command": results.command("bench/chain.py", sys.argv[1:]),
             "gpu": torch.cuda.get_device_name(),
             "torch": torch.__version__,
-            "shapes": SHAPES,
+            "model": args.model,
+            "shapes": shapes_of(args.model),
             "dtype": "float16",
             "group_size": args.group_size,
             "bandwidth_gbs": bandwidth,
@@ -97,23 +95,30 @@ def main() -> int:
     return 0
 
 
-def measure(group_size: int) -> dict[str, Any]:
+def shapes_of(model: str) -> list[tuple[int, int]]:
+    """N and K of every product of a block."""
+    hidden, intermediate, kv = MODELS[model]
+    return [(hidden + 2 * kv, hidden), (hidden, hidden), (2 * intermediate, hidden), (hidden, intermediate)]
+
+
+def measure(model: str, group_size: int, tokens_asked: Sequence[int]) -> dict[str, Any]:
     """Rows of every kind of weight and M, interleaved, and the bandwidth of the memory."""
     timer = CudaTimer()
+    shapes = shapes_of(model)
     rows = []
     with timer.active():
         bandwidth = max(measure_bandwidth(timer).values())
-        chains = {kind: make_chains(kind, group_size, timer) for kind in KINDS}
-        for tokens in TOKENS:
-            x = torch.randn(tokens, HIDDEN, device=timer.device, dtype=torch.float16)
+        chains = {kind: make_chains(kind, shapes, group_size, timer) for kind in KINDS}
+        for tokens in tokens_asked:
+            x = torch.randn(tokens, shapes[0][1], device=timer.device, dtype=torch.float16)
             runners: dict[str, Runner] = {}
             for kind, (several, _) in chains.items():
-                check(several[0], x)
-                runners[kind] = timer.runner([lambda x, c=several: run(c, x)], x, 1)
+                check(several[0], shapes, x)
+                runners[kind] = timer.runner([lambda x, c=several: run(c, shapes, x)], x, 1)
             timings = interleave(runners, dict.fromkeys(runners, ROUNDS), timer.synchronize)
             for kind, (several, weight_bytes) in chains.items():
                 timing = timings[kind]
-                activations = 2 * tokens * sum(n + k for n, k in SHAPES)
+                activations = 2 * tokens * sum(n + k for n, k in shapes)
                 rows.append(
                     {
                         "weights": kind,
@@ -127,13 +132,15 @@ def measure(group_size: int) -> dict[str, Any]:
     return {"bandwidth_gbs": bandwidth, "rows": rows}
 
 
-def make_chains(kind: str, group_size: int, timer: CudaTimer) -> tuple[list[list[Layer]], float]:
+def make_chains(
+    kind: str, shapes: Sequence[tuple[int, int]], group_size: int, timer: CudaTimer
+) -> tuple[list[list[Layer]], float]:
     """Enough blocks to pass through the L2, and the bytes of the weights of one."""
     scheme = Scheme(4, group_size, "2:4" if kind == "2:4" else None)
-    bits = [16.0 if kind == "cublas" else scheme.bits_per_weight(k) for _, k in SHAPES]
-    weight_bytes = sum(n * k * b / 8 for (n, k), b in zip(SHAPES, bits, strict=True))
+    bits = [16.0 if kind == "cublas" else scheme.bits_per_weight(k) for _, k in shapes]
+    weight_bytes = sum(n * k * b / 8 for (n, k), b in zip(shapes, bits, strict=True))
     count = max(2, copies_needed(weight_bytes, 0, timer.rotate_bytes))
-    return [[make_layer(kind, n, k, scheme, timer.device) for n, k in SHAPES] for _ in range(count)], weight_bytes
+    return [[make_layer(kind, n, k, scheme, timer.device) for n, k in shapes] for _ in range(count)], weight_bytes
 
 
 def make_layer(kind: str, n: int, k: int, scheme: Scheme, device: torch.device) -> Layer:
@@ -148,17 +155,17 @@ def make_layer(kind: str, n: int, k: int, scheme: Scheme, device: torch.device) 
     return layer
 
 
-def run(chains: list[list[Layer]], x: Tensor) -> Tensor:
+def run(chains: list[list[Layer]], shapes: Sequence[tuple[int, int]], x: Tensor) -> Tensor:
     """Every layer reads the first columns of what the one before it wrote."""
     for chain in chains:
-        for layer, (_, k) in zip(chain, SHAPES, strict=True):
+        for layer, (_, k) in zip(chain, shapes, strict=True):
             x = layer(x[:, :k])
     return x
 
 
-def check(chain: list[Layer], x: Tensor) -> None:
+def check(chain: list[Layer], shapes: Sequence[tuple[int, int]], x: Tensor) -> None:
     """Each layer of a chain against float64."""
-    for layer, (_, k) in zip(chain, SHAPES, strict=True):
+    for layer, (_, k) in zip(chain, shapes, strict=True):
         x = x[:, :k]
         y = layer(x)
         if isinstance(layer, CompressedLinear):

@@ -57,6 +57,11 @@ _HOPPER_CLUSTER_US = 0.82, 0.196, 0.0072  # the same in a cluster; per block; pe
 _HOPPER_LARGE = 128  # tokens of a tile: smaller ones take part for up to twice their tokens
 _MANY = 4  # whole tiles of a block
 _IDLE_EXPONENT = 0.29  # few blocks still draw much of the bandwidth
+# In the chain of a decoding step, behind a launch that leaves room for one block of the next on each multiprocessor,
+# that one's weights arrive early: in chains of a Llama-3-8B block's products (bench/chain.py) such grids were the
+# fastest wherever they were at most so much slower when timed alone, in those of a Llama-3-70B block all were alike.
+_ROOM_US = 4.0
+_ROOM_UP_TO_US = 16.0  # of streaming
 
 # ---- both
 _LAUNCH_US = 2.0  # until the first bytes are there, and the last stores out
@@ -209,9 +214,9 @@ def configurations(problem: Problem, device: Device, kernels: Sequence[Kernel]) 
         found = [_configure(problem, device, k, at_any_cost=True) for k in kernels]
     # The kernels made for an architecture are faster there than older ones, and the models of the two not comparable to
     # the last microsecond. Names decide ties, so that the order of the table does not matter.
-    newest = {k.name: -k.min_capability for k in kernels}
+    table = {k.name: k for k in kernels}
     configs = [c for c in found if isinstance(c, Config)]
-    configs.sort(key=lambda c: (newest[c.kernel], c.microseconds, c.kernel))
+    configs.sort(key=lambda c: (-table[c.kernel].min_capability, rank(problem, device, table[c.kernel], c), c.kernel))
     return [*configs, *(r for r in found if isinstance(r, Refusal))]
 
 
@@ -288,7 +293,7 @@ def _configure(p: Problem, device: Device, kernel: Kernel, at_any_cost: bool = F
         return Refusal(kernel.name, f"it is for up to {2 * kernel.token_tile} tokens, larger tiles read x less often")
     return min(
         (replace(c, microseconds=estimate(p, device, kernel, c)) for c in schedules(p, device, kernel)),
-        key=lambda c: (c.microseconds, c.blocks, c.split),
+        key=lambda c: (rank(p, device, kernel, c), c.blocks, c.split),
     )
 
 
@@ -307,9 +312,7 @@ def schedules(p: Problem, device: Device, kernel: Kernel) -> list[Config]:
     """The ways to run a kernel that may be the fastest: with all blocks resident at once, or in full waves of them."""
     if _refusal(device, kernel):
         return []
-    reserved = 1024  # the system's, per block
-    fit = device.shared_bytes_per_multiprocessor // (kernel.shared_bytes + reserved)
-    resident = max(1, min(kernel.blocks_per_multiprocessor, fit))
+    resident = _resident(device, kernel)
     tiles = ceil(p.M / kernel.token_tile) * ceil(p.N / kernel.row_tile)
     k_tiles = ceil(p.K / kernel.k_tile)
     counts = [n * device.multiprocessors for n in range(1, resident + 1)]
@@ -321,6 +324,20 @@ def schedules(p: Problem, device: Device, kernel: Kernel) -> list[Config]:
             if split <= k_tiles and tiles <= at_once:
                 found.add(Config(kernel.name, tiles * split, split))
     return sorted(found, key=lambda c: (c.split, c.blocks))
+
+
+def _resident(device: Device, kernel: Kernel) -> int:
+    """Blocks of a kernel that a multiprocessor has at once."""
+    reserved = 1024  # the system's, per block
+    fit = device.shared_bytes_per_multiprocessor // (kernel.shared_bytes + reserved)
+    return max(1, min(kernel.blocks_per_multiprocessor, fit))
+
+
+def rank(p: Problem, device: Device, kernel: Kernel, config: Config) -> float:
+    """What a configuration with its time is chosen by, in microseconds: less where it leaves room for the next."""
+    room = kernel.min_capability == 90 and config.blocks == device.multiprocessors and _resident(device, kernel) > 1
+    streaming = streamed_bytes(p) / (device.bandwidth_gbs * 1e3)
+    return config.microseconds - (_ROOM_US if room and streaming < _ROOM_UP_TO_US else 0.0)
 
 
 def estimate(p: Problem, device: Device, kernel: Kernel, config: Config) -> float:

@@ -29,6 +29,7 @@ from .dispatch import (
     parse_plan,
     plan,
     plan_text,
+    rank,
     schedules,
 )
 from .layouts import KERNEL_TENSOR_NAMES, KernelWeight, to_kernel
@@ -136,7 +137,7 @@ def tune(
         progress: show a progress bar.
 
     Returns:
-        For each number of tokens, ascending, what was measured, fastest first.
+        For each number of tokens, ascending, what was measured, the choice first (see :func:`.dispatch.rank`).
 
     Raises:
         ValueError: for no number of tokens, or one that is not positive.
@@ -151,6 +152,7 @@ def tune(
     if reason := why_no_kernel(packed, dtype):
         raise RuntimeError(f"cannot tune a {packed.scheme} weight: {reason}")
     table, device = kernels(packed.scheme, dtype), device_properties(packed.device.index)
+    by_name = {kernel.name: kernel for kernel in table}
     n, k = packed.out_features, packed.in_features
     layer = n, k, packed.scheme, dtype, device, table
     configs = {m: candidates(Problem(m, n, k, packed.scheme, dtype), device, table) for m in wanted}
@@ -166,7 +168,8 @@ def tune(
             found[m].append(config)
             bar.update()
             if len(found[m]) == len(configs[m]):
-                found[m].sort(key=lambda c: c.microseconds)
+                problem = Problem(m, n, k, packed.scheme, dtype)
+                found[m].sort(key=lambda c: rank(problem, device, by_name[c.kernel], c))
                 _remember(layer, {m: found[m][0]}, before)
     return found
 

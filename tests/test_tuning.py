@@ -30,7 +30,7 @@ from sparse_marlin.dispatch import (
 
 H200 = Device("H200", 90, 132, 232448, 233472, 1.98, 4916, (66, 33, 30, 20, 16, 14, 12))
 KERNELS = (
-    Kernel("sm90_256x16", 90, 90, 16, 256, 256, 220 << 10, 1),
+    Kernel("sm90_256x8", 90, 90, 8, 256, 256, 220 << 10, 1),
     Kernel("sm90_128x64", 90, 90, 64, 128, 256, 220 << 10, 1),
     Kernel("sm80_128x16", 80, 0, 16, 128, 256, 100 << 10, 2),
 )
@@ -48,9 +48,9 @@ def cache_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator
 
 def test_remembers_a_plan_for_its_shape_scheme_gpu_and_kernels_only(cache_directory: Path) -> None:
     assert tuning.tuned_plan(*LAYER) is None
-    tuning._remember(LAYER, {}, "*:sm90_256x16@64/4")
-    assert tuning.tuned_plan(*LAYER) == "*:sm90_256x16@64/4"
-    assert tuning.tuned_plan(*LAYER[:5], list(KERNELS)) == "*:sm90_256x16@64/4"
+    tuning._remember(LAYER, {}, "*:sm90_256x8@64/4")
+    assert tuning.tuned_plan(*LAYER) == "*:sm90_256x8@64/4"
+    assert tuning.tuned_plan(*LAYER[:5], list(KERNELS)) == "*:sm90_256x8@64/4"
     others = [
         (4096, 8192, *LAYER[2:]),
         (4096, 4096, Scheme(4, 64, "2:4"), *LAYER[3:]),
@@ -69,7 +69,7 @@ def test_a_damaged_cache_is_no_plan(cache_directory: Path, text: str) -> None:
     assert tuning.tuned_plan(*LAYER) is None
 
 
-@pytest.mark.parametrize("text", ["", "nonsense", "8:sm90_256x16@64", "*:sm90_256x16@0", "*:gone@132"])
+@pytest.mark.parametrize("text", ["", "nonsense", "8:sm90_256x8@64", "*:sm90_256x8@0", "*:gone@132"])
 def test_a_plan_that_is_none_is_forgotten(cache_directory: Path, text: str) -> None:
     cache_directory.mkdir(parents=True)
     (cache_directory / "tuned.json").write_text(json.dumps({tuning._key(*LAYER): text}))
@@ -77,12 +77,12 @@ def test_a_plan_that_is_none_is_forgotten(cache_directory: Path, text: str) -> N
 
 
 def test_choices_for_a_few_tokens_leave_the_rest_of_the_plan_as_it_was() -> None:
-    old = "16:sm90_256x16@128 *:sm90_128x64@132"
-    tuning._remember(LAYER, {1: Config("sm90_256x16", 64, 4), 20: Config("sm80_128x16", 264)}, old)
-    assert tuning.tuned_plan(*LAYER) == ("1:sm90_256x16@64/4 16:sm90_256x16@128 20:sm80_128x16@264 *:sm90_128x64@132")
+    old = "16:sm90_256x8@128 *:sm90_128x64@132"
+    tuning._remember(LAYER, {1: Config("sm90_256x8", 64, 4), 20: Config("sm80_128x16", 264)}, old)
+    assert tuning.tuned_plan(*LAYER) == ("1:sm90_256x8@64/4 16:sm90_256x8@128 20:sm80_128x16@264 *:sm90_128x64@132")
     tuning._remember(LAYER, {64: Config("sm90_128x64", 96, 3)}, "*:sm80_128x16@1")
     assert tuning.tuned_plan(*LAYER) == (
-        "1:sm90_256x16@64/4 16:sm90_256x16@128 20:sm80_128x16@264 48:sm90_128x64@132 64:sm90_128x64@96/3 "
+        "1:sm90_256x8@64/4 16:sm90_256x8@128 20:sm80_128x16@264 48:sm90_128x64@132 64:sm90_128x64@96/3 "
         "*:sm90_128x64@132"
     )
 

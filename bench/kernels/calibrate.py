@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from results import command, commit, write_json
 
 from sparse_marlin import Scheme, dispatch, runtime, tuning
-from sparse_marlin.dispatch import WHOLE, Config, Device, Kernel, Problem
+from sparse_marlin.dispatch import Config, Device, Kernel, Problem
 from sparse_marlin.layouts import to_kernel
 
 SHAPES = (
@@ -40,7 +40,7 @@ SHAPES = (
     (5120, 13824),
     (73728, 18432),
 )
-TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
+TOKENS = (8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 SMALL_ONLY = 70000  # rows of a weight from which on large M would take too long
 GLOBALS = ("_HOPPER_STREAM_K_US", "_HOPPER_CLUSTER_US", "_IDLE_EXPONENT", "_LAUNCH_US", "_BANDWIDTH_SHARE")
 

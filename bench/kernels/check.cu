@@ -180,7 +180,7 @@ bool check_streams() {
   Repeated a({Float16::HALF, 4, 128, false, false}, 64, 4096, 4096);
   Repeated b({Float16::BFLOAT16, 4, 128, true, false}, 16, 8192, 2048);
   bool good = true;
-  for (const auto& [first, second] : {std::pair{"sm80_128x64", "sm80_128x16"}, {"sm90_128x64", "sm90_256x16"}}) {
+  for (const auto& [first, second] : {std::pair{"sm80_128x64", "sm80_128x16"}, {"sm90_128x64", "sm90_128x16"}}) {
     if (capability != 90 && first[2] == '9') continue;
     a.begin(first, 64, {sms}), b.begin(second, 16, {sms});
     CUDA(cudaDeviceSynchronize());
@@ -198,7 +198,7 @@ bool check_chains() {
   const OnDevice d({{Float16::HALF, 4, 128, true, false}, M, SIZE, SIZE, false, false, 9});
   std::vector<std::pair<const char*, Schedule>> links = {{"sm80_128x16", {sms}}, {"sm80_128x8", {2 * sms}}};
   if (capability == 90)
-    links = {{"sm90_256x16", {sms}}, {"sm90_128x8", {2 * sms}}, {"sm90_256x16", {64, 4}},
+    links = {{"sm90_128x16", {sms}}, {"sm90_128x8", {2 * sms}}, {"sm90_128x64", {64, 2}},
              {"sm80_128x16", {sms}}, {"sm90_128x64", {96, 3}},  {"sm90_256x8", {sms, Schedule::WHOLE}},
              {"sm90_128x128", {sms}}};
   cudaStream_t stream;

@@ -163,11 +163,8 @@ template <class W> std::vector<Variant> variants() {
       sm80<Sm80Config<W, 64, 4, 1, 128, 3, 2>>(),
 #endif
       sm90<Sm90Config<W, 2, 8, 256, 4, 2>>(),
-      sm90<Sm90Config<W, 2, 8, 128, 2, 2>>(),
       sm90<Sm90Config<W, 4, 8, 256, 4, 1>>(),
-      sm90<Sm90Config<W, 4, 8, 128, 2, 1>>(),
       sm90<Sm90Config<W, 2, 16, 256, 4, 2>>(),
-      sm90<Sm90Config<W, 2, 16, 128, 2, 2>>(),
       sm90<Sm90Config<W, 4, 16, 256, 4, 1>>(),
       sm90<Sm90Config<W, 2, 32, 256, 2, 2>>(),
       sm90<Sm90Config<W, 4, 32, 256, 2, 1>>(),
