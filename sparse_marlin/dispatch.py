@@ -24,12 +24,14 @@ _MMA_GEFORCE = (512, 1024)
 _DEQUANTIZED_PER_CLOCK = 70  # stored weights per clock and multiprocessor, turned into floating point
 _STEP_CLOCKS = 50  # barriers and addresses, per tile of K
 _EXCHANGE_US, _EXCHANGE_TOKEN_US = 1.0, 0.03  # a reduction across blocks; per token of the tile and block
+_LAUNCH_US = 2.0
+_BANDWIDTH_SHARE = 0.966  # of the memory's nominal bandwidth, streaming
 _ALONE = 0.85  # of its speed, a block that has a multiprocessor to itself
 _LOADED_CLOCK_SHARE = 0.8  # of the maximal clock, with the tensor cores busy
 _L2_BYTES_PER_CLOCK = 60  # per multiprocessor
 
 
-# ---- kernels for sm_90: fitted to 1 370 runs of them on an H200, group 128, FP16, 9 shapes, M = 1 ... 4096
+# ---- kernels for sm_90: fitted by bench/kernels/calibrate.py to runs of them on an H200
 @dataclass(frozen=True)
 class _Hopper:
     """Microseconds and shares of one tile of y, dense and 2:4."""
@@ -42,21 +44,23 @@ class _Hopper:
 
 
 _HOPPER = {  # by rows and tokens of the tile
-    (128, 8): _Hopper(256, (0.504, 0.350), (0.279, 0.005), (0.131, 0.017), (-0.062, -0.033)),
-    (256, 8): _Hopper(256, (0.890, 0.545), (0.635, 0.001), (-0.012, -0.046), (0.152, 0.068)),
-    (256, 16): _Hopper(256, (0.948, 0.595), (0.563, 0.021), (-0.084, -0.109), (0.181, 0.117)),
-    (256, 32): _Hopper(256, (1.130, 0.687), (0.485, 0.265), (-0.032, -0.073), (0.162, 0.096)),
-    (128, 64): _Hopper(256, (0.884, 0.551), (0.165, 0.357), (0.010, 0.018), (0.070, 0.048)),
-    (256, 64): _Hopper(256, (1.596, 1.031), (0.011, 0.035), (0.076, 0.084), (0.0, 0.0)),
-    (128, 128): _Hopper(128, (0.715, 0.450), (0.015, 0.195), (0.086, 0.130), (0.102, 0.130)),
-    (128, 256): _Hopper(128, (1.440, 0.871), (0.054, 0.201), (0.104, 0.178), (0.120, 0.134)),
+    (128, 8): _Hopper(256, (0.419, 0.295), (0.508, 0.043), (0.186, 0.177), (0.153, 0.010)),
+    (128, 16): _Hopper(256, (0.472, 0.310), (0.532, 0.385), (0.093, 0.090), (0.161, 0.097)),
+    (128, 32): _Hopper(256, (0.598, 0.381), (0.658, 0.795), (0.068, 0.157), (0.344, 0.334)),
+    (128, 64): _Hopper(256, (0.864, 0.556), (0.089, 0.132), (0.096, 0.122), (0.114, 0.110)),
+    (128, 128): _Hopper(128, (0.724, 0.457), (0.000, 0.065), (0.095, 0.147), (0.122, 0.135)),
+    (128, 256): _Hopper(128, (1.461, 0.895), (0.000, 0.176), (0.110, 0.163), (0.120, 0.110)),
+    (256, 8): _Hopper(256, (0.893, 0.559), (0.864, 0.000), (-0.030, 0.172), (0.152, 0.072)),
+    (256, 64): _Hopper(256, (1.583, 1.035), (0.000, 0.000), (0.095, 0.119), (0.100, 0.100)),
 }
+_HOPPER_LAUNCH_US = 1.955  # until the first bytes are there, and the last stores out
+_HOPPER_BANDWIDTH_SHARE = 1.007  # of the memory's nominal bandwidth, streaming
 _HOPPER_CLOCK_GHZ = 1.98  # of the H200: steps scale with the clock
-_HOPPER_STREAM_K_US = 2.45, 0.0205  # to add up a tile that blocks share; per KB of sums and block
-_HOPPER_CLUSTER_US = 0.82, 0.196, 0.0072  # the same in a cluster; per block; per KB of sums and block
+_HOPPER_STREAM_K_US = 0.650, 0.0343  # to add up a tile that blocks share; per KB of sums and block
+_HOPPER_CLUSTER_US = 1.766, 0.0055  # the same in a cluster
 _HOPPER_LARGE = 128  # tokens of a tile: smaller ones take part for up to twice their tokens
 _MANY = 4  # whole tiles of a block
-_IDLE_EXPONENT = 0.29  # few blocks still draw much of the bandwidth
+_IDLE_EXPONENT = 0.26  # few blocks still draw much of the bandwidth
 # In the chain of a decoding step, behind a launch that leaves room for one block of the next on each multiprocessor,
 # that one's weights arrive early: in chains of a Llama-3-8B block's products (bench/chain.py) such grids were the
 # fastest wherever they were at most so much slower when timed alone, in those of a Llama-3-70B block all were alike.
@@ -64,9 +68,6 @@ _ROOM_US = 4.0
 _ROOM_UP_TO_US = 16.0  # of streaming
 
 # ---- both
-_LAUNCH_US = 2.0  # until the first bytes are there, and the last stores out
-_BANDWIDTH_SHARE = 0.966  # of the memory's nominal bandwidth, streaming
-
 # Numbers of tokens for which a choice is made; in between, the next larger one's is taken.
 PLAN_TOKENS = (8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 8192)
 
@@ -318,7 +319,8 @@ def schedules(p: Problem, device: Device, kernel: Kernel) -> list[Config]:
     counts = [n * device.multiprocessors for n in range(1, resident + 1)]
     found = {Config(kernel.name, min(n, tiles * k_tiles)) for n in counts}
     hopper = kernel.min_capability == 90
-    found |= {Config(kernel.name, min(n, tiles), WHOLE) for n in counts}
+    if not hopper or resident == 1 or tiles >= device.multiprocessors:  # few small blocks ask for too little at a time
+        found |= {Config(kernel.name, min(n, tiles), WHOLE) for n in counts}
     if hopper and resident == 1:  # two clusters on a multiprocessor get in each other's way
         for split, at_once in enumerate(device.clusters, 2):
             if split <= k_tiles and tiles <= at_once:
@@ -337,13 +339,13 @@ def rank(p: Problem, device: Device, kernel: Kernel, config: Config) -> float:
     """What a configuration with its time is chosen by, in microseconds: less where it leaves room for the next."""
     room = kernel.min_capability == 90 and config.blocks == device.multiprocessors and _resident(device, kernel) > 1
     streaming = streamed_bytes(p) / (device.bandwidth_gbs * 1e3)
-    return config.microseconds - (_ROOM_US if room and streaming < _ROOM_UP_TO_US else 0.0)
+    matters = kernel.token_tile >= p.M and streaming < _ROOM_UP_TO_US
+    return config.microseconds - (_ROOM_US if room and matters else 0.0)
 
 
 def estimate(p: Problem, device: Device, kernel: Kernel, config: Config) -> float:
     """The time that a configuration should take, in microseconds."""
-    model = _hopper_us if kernel.min_capability == 90 else _sm80_us
-    return _LAUNCH_US + model(p, device, kernel, config)
+    return (_hopper_us if kernel.min_capability == 90 else _sm80_us)(p, device, kernel, config)
 
 
 def _hopper_us(p: Problem, device: Device, kernel: Kernel, config: Config) -> float:
@@ -361,16 +363,16 @@ def _hopper_us(p: Problem, device: Device, kernel: Kernel, config: Config) -> fl
     busy = ceil(blocks / device.multiprocessors) * steps * scale * rates.step[sparse] * slower
     busy += pieces * rates.piece[sparse]
     used = min(1.0, blocks / device.multiprocessors) ** _IDLE_EXPONENT
-    memory = streamed_bytes(p) / (device.bandwidth_gbs * _BANDWIDTH_SHARE * used * 1e3)
+    memory = streamed_bytes(p) / (device.bandwidth_gbs * _HOPPER_BANDWIDTH_SHARE * used * 1e3)
     sums = kernel.row_tile * min(kernel.token_tile, p.M) * 4 / 1024
     exchange = 0.0
     if cut:
         base, per_kb = _HOPPER_STREAM_K_US
         exchange = base + per_kb * sums * max(1.0, min(blocks / tiles, k_tiles))
     elif split > WHOLE:
-        base, per_block, per_kb = _HOPPER_CLUSTER_US
-        exchange = base + (per_block + per_kb * sums) * split
-    return float((busy**4 + memory**4) ** 0.25) + exchange
+        base, per_kb = _HOPPER_CLUSTER_US
+        exchange = base + per_kb * sums * split
+    return float(_HOPPER_LAUNCH_US + (busy**4 + memory**4) ** 0.25 + exchange)
 
 
 def _sm80_us(p: Problem, device: Device, kernel: Kernel, config: Config) -> float:
@@ -394,7 +396,7 @@ def _sm80_us(p: Problem, device: Device, kernel: Kernel, config: Config) -> floa
     alone = blocks <= device.multiprocessors  # no other block on a multiprocessor works while one waits
     cut = config.split != WHOLE and steps % k_tiles != 0  # a block's run ends within a tile: another has the rest
     exchange_us = _EXCHANGE_US + _EXCHANGE_TOKEN_US * min(p.M, kernel.token_tile) * max(1.0, blocks / tiles)
-    return max(compute_us, memory_us) / (_ALONE if alone else 1.0) + (exchange_us if cut else 0.0)
+    return _LAUNCH_US + max(compute_us, memory_us) / (_ALONE if alone else 1.0) + (exchange_us if cut else 0.0)
 
 
 def streamed_bytes(p: Problem) -> float:
