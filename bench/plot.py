@@ -233,7 +233,7 @@ def speed_table(rows: Sequence[Row]) -> tuple[list[str], list[list[str]], list[t
     """Columns and lines of the README's table, and the weights that it is about.
 
     A cell is the geometric mean over all weights of the times of cuBLAS's speed; an implementation that lacks one of
-    them has no number there, since means over different weights do not compare.
+    them has no number there, since means over different weights do not compare. One without a number has no line.
     """
     shapes = shapes_of(rows)
     present = {r.M for r in rows}
@@ -244,7 +244,8 @@ def speed_table(rows: Sequence[Row]) -> tuple[list[str], list[list[str]], list[t
         for m in tokens:
             speed = {(r.N, r.K): r.speedup_vs_fp16 for r in rows if (r.impl, r.sparsity) == series and m == r.M}
             cells.append(f"{statistics.geometric_mean(speed.values()):.2f}" if set(speed) == set(shapes) else "")
-        lines.append([label(series), *cells])
+        if any(cells):
+            lines.append([label(series), *cells])
     return ["M", *map(str, tokens)], lines, shapes
 
 
@@ -263,6 +264,7 @@ def combine(found: Sequence[Results]) -> Results:
 def update_readme(found: Results, dtype: str, image: Path) -> None:
     """Replaces the README's plot and table."""
     rows = [r for r in found.rows if r.dtype == dtype]
+    impls = {r.impl for r in rows if r.sparsity == "none"}
     columns, lines, shapes = speed_table(rows)
     where = Path(os.path.relpath(image, readme.README.parent)).as_posix()
     about = conditions(found.meta, rows)
@@ -273,6 +275,10 @@ def update_readme(found: Results, dtype: str, image: Path) -> None:
         f"Reads of {found.meta.get('bandwidth_gbs', 0):.0f} GB/s measured in the same run."
     )
     readme.replace("comparison", columns, lines, caption)
+    shared = [r for r in rows if all(any((o.impl, o.N, o.K) == (i, r.N, r.K) for o in rows) for i in impls)]
+    columns, lines, shapes = speed_table([r for r in shared if r.sparsity == "none"])
+    weights = ", ".join(f"{n}x{k}" for n, k in shapes)
+    readme.replace("peers", columns, lines, f"The same for dense weights of {weights}, which all of these have.")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -150,7 +150,7 @@ def test_table() -> None:
 
 def test_readme(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = tmp_path / "README.md"
-    marks = "".join(f"<!-- begin {n} -->\n<!-- end {n} -->\n" for n in ("speedup", "comparison"))
+    marks = "".join(f"<!-- begin {n} -->\n<!-- end {n} -->\n" for n in ("speedup", "comparison", "peers"))
     text.write_text(f"# title\n{marks}end\n")
     monkeypatch.setattr(readme, "README", text)
     folder = tmp_path / "bench" / "results"
