@@ -268,7 +268,8 @@ class CompressedLinear(nn.Module):
         bits = self.scheme.bits_per_weight(k)
         if self.adapter is not None:
             bits += self.adapter.scheme.bits_per_weight(n, k, self.scheme.dtype)
-        return f"in_features={k}, out_features={n}, bias={self.bias is not None}, {self.scheme}, {bits:.3f} bits per weight"
+        sizes = f"in_features={k}, out_features={n}, bias={self.bias is not None}"
+        return f"{sizes}, {self.scheme}, {bits:.3f} bits per weight"
 
 
 class Adapter(nn.Module):
@@ -329,11 +330,11 @@ class Adapter(nn.Module):
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         """Adds ``x @ (b @ a).T`` to y [..., N], in place, and returns it; x is [..., K] in the dtype of y."""
         a, b = self.a, self.b
-        if isinstance(a, CompressedLinear):
+        if isinstance(a, CompressedLinear) or isinstance(b, CompressedLinear):
             return y.add_(b(a(x)))  # type: ignore[operator]
         hidden = nn.functional.linear(x, a.to(x.dtype)).reshape(-1, self.scheme.rank)
         # In place, the sum is part of the product; autocast knows no product in place.
-        y.view(-1, self.out_features).addmm_(hidden, b.to(x.dtype).T)  # type: ignore[union-attr]
+        y.view(-1, self.out_features).addmm_(hidden, b.to(x.dtype).T)
         return y
 
     def prepare(self, dtype: torch.dtype) -> None:

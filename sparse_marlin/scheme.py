@@ -128,8 +128,8 @@ class AdapterScheme:
 
     Attributes:
         rank: R of the factors a [R, K] and b [N, R].
-        num_bits: 16: both factors in floating point, in the precision of the weight's scheme. 4: both as dense symmetric
-            INT4 weights, with 128 columns per scale where that fits.
+        num_bits: 16: both factors in floating point, in the precision of the weight's scheme. 4: both as dense
+            symmetric INT4 weights, with 128 columns per scale where that fits.
 
     Raises:
         ValueError: for a rank that is no positive integer, or another number of bits.

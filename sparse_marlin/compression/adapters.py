@@ -3,8 +3,8 @@
 With the weight T [N, K] that a layer should have, its compressed stand-in W and the second moment H = X^T X of its
 inputs, the factors a [R, K] and b [N, R] minimise ``tr((T - W - b a) H (T - W - b a)^T)``, the squared error of the
 layer's output over the calibration inputs. The answer is a principal component analysis of the error's output: b holds
-the R leading eigenvectors of ``(T - W) H (T - W)^T``, and ``a = b^T (T - W)``. (SLiM, arXiv 2410.09615, has a diagonal in
-place of H.)
+the R leading eigenvectors of ``(T - W) H (T - W)^T``, and ``a = b^T (T - W)``. (SLiM, arXiv 2410.09615, has a diagonal
+in place of H.)
 
 W and the adapter share the work best if the adapter has the first word: it takes the largest components of T itself,
 W is solved for the rest, and the adapter is fitted anew to what W then lacks (alternating, as HASSLE-free, 2502.00899).

@@ -219,7 +219,7 @@ def _solve_stage(
             approximation = solution.weight[rows]
             if adapter is not None:
                 approximation = approximation + adapter.dequantize()
-            extra = 0.0 if t.adapter is None else t.adapter.bits_per_weight(*w.shape, scheme.dtype)
+            extra = 0.0 if t.adapter is None else t.adapter.bits_per_weight(w.shape[0], w.shape[1], scheme.dtype)
             packed = None
             if solution.packed is not None:
                 tensors = {n: v[rows].contiguous() for n, v in solution.packed.tensors().items()}

@@ -92,8 +92,8 @@ class Report:
         """The report for a rich console."""
         cost = self.adapter_cost
         caption = (
-            f"adapters add {cost:.0%} to the bytes of the compressed weights: where memory is the limit, as in decoding, "
-            f"a layer takes about {1 + cost:.2f} times as long, and the time of two or three small launches"
+            f"adapters add {cost:.0%} to the bytes of the compressed weights: where memory is the limit, as in "
+            f"decoding, a layer takes about {1 + cost:.2f} times as long, and the time of two or three small launches"
         )
         table = Table(
             title=f"{len(self.compressed)} of {len(self.layers)} layers compressed",

@@ -87,11 +87,9 @@ class Store:
             for name, t in parts.items():
                 assert t is not None
                 tensors[f"{r.report.name}.{name}"] = t.cpu().contiguous()
-            schemes = {
-                "scheme": r.packed and r.packed.scheme.to_dict(),
-                "adapter": r.adapter and r.adapter.scheme.to_dict(),
-            }
-            layers.append({"report": asdict(r.report), **schemes})
+            scheme = None if r.packed is None else r.packed.scheme.to_dict()
+            adapter = None if r.adapter is None else r.adapter.scheme.to_dict()
+            layers.append({"report": asdict(r.report), "scheme": scheme, "adapter": adapter})
         metadata = {"layers": json.dumps(layers)}
         _write(self._file(index), lambda f: save_file(tensors, f, metadata))
 
