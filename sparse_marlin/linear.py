@@ -297,7 +297,8 @@ class Adapter(nn.Module):
         self.scheme = AdapterScheme(rank, 16 if isinstance(a, Tensor) else 4)
         for name, factor in (("a", a), ("b", b)):
             if isinstance(factor, Tensor):
-                self.register_parameter(name, nn.Parameter(factor.detach(), requires_grad=False))
+                # Always the strides that it has when it is loaded: products of other strides round differently.
+                self.register_parameter(name, nn.Parameter(factor.detach().contiguous(), requires_grad=False))
             else:
                 self.add_module(name, CompressedLinear(factor))
 

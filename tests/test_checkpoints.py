@@ -325,7 +325,7 @@ GROUPS = "quantization_config/groups"
 @pytest.mark.parametrize(
     ("edit", "text"),
     [
-        (change("quantization_config/format_version", 2), "format_version 2 is newer than 1.*upgrade"),
+        (change("quantization_config/format_version", 3), "format_version 3 is newer than 2.*upgrade"),
         (change("quantization_config/format_version", "1"), "format_version must be a positive integer, got '1'"),
         (change("quantization_config/format_version", ...), "format_version must be"),
         (change("quantization_config/quant_method", "gptqq"), "quant_method 'gptqq'; this version reads"),

@@ -86,8 +86,10 @@ def compress_with_adapters(
     rest = target
     for _ in range(_ROUNDS):
         taken = [0 if pair is None else pair[1] @ pair[0] for pair in factors(rest)]
-        parts = zip(target.split(sizes), taken, strict=True)
-        solution = compress_weight(torch.cat([part - low for part, low in parts]), hessian, scheme, method, damping)
+        left = torch.cat([part - low for part, low in zip(target.split(sizes), taken, strict=True)])
+        if _negligible(left, scheme.dtype) and not _negligible(target, scheme.dtype):  # a weight of that rank
+            left.zero_()
+        solution = compress_weight(left, hessian, scheme, method, damping)
         rest = target - solution.weight
     final = zip(rest.split(sizes), factors(rest), layers, strict=True)
     return solution, [
@@ -142,8 +144,13 @@ def _stored(
 
 
 def _packed(factor: Tensor, metric: Tensor, scheme: Scheme, damping: float) -> PackedWeight:
-    if float(factor.abs().max()) < torch.finfo(scheme.dtype).tiny:  # of no effect, and no scale could hold it
+    if _negligible(factor, scheme.dtype):
         factor = torch.zeros_like(factor)
     packed = compress_weight(factor, metric, scheme, "one-shot", damping).packed
     assert packed is not None
     return packed
+
+
+def _negligible(values: Tensor, dtype: torch.dtype) -> bool:
+    """Whether values are so small that no scale in ``dtype`` could hold them."""
+    return float(values.abs().max()) < torch.finfo(dtype).tiny
