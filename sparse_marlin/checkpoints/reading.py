@@ -464,10 +464,10 @@ def _tied_tensors(model: nn.Module, without: Collection[str]) -> Iterator[tuple[
 def _why_unexpected(checkpoint: Checkpoint, name: str) -> str:
     module, _, leaf = name.rpartition(".")
     if checkpoint.ours:
-        if leaf in TENSOR_NAMES and module not in checkpoint.layers:
-            return f" ({module} is not among the modules of quantization_config)"
         if ".adapter." in name:
             return f" (quantization_config gives {name.partition('.adapter.')[0]} no such adapter)"
+        if leaf in TENSOR_NAMES and module not in checkpoint.layers:
+            return f" ({module} is not among the modules of quantization_config)"
         return ""
     found = dict(checkpoint.model.named_modules()).get(module)
     if found is None:
