@@ -68,16 +68,14 @@ def test_the_files_hold_what_the_layers_add(bits: int, tmp_path: Path) -> None:
 
 @both_bits
 def test_peft_computes_the_same(bits: int, tmp_path: Path) -> None:
-    peft = pytest.importorskip(
-        "peft", reason="peft is not installed: it is no dependency, and only reads what we write"
-    )
+    peft = pytest.importorskip("peft", reason="peft is not installed: it is no dependency, and only reads this")
     model = model_with_adapters(bits)
     export_lora(model, tmp_path / "lora")
     base = dense_twin(model, adapters=False)
     alone = saved.logits(base)
     with_lora = peft.PeftModel.from_pretrained(base, str(tmp_path / "lora")).eval()
     wanted = saved.logits(dense_twin(model, adapters=True))
-    torch.testing.assert_close(saved.logits(with_lora), wanted, rtol=1e-3, atol=1e-3 * float(wanted.abs().max()))
+    assert (saved.logits(with_lora) - wanted).norm() < (1e-3 if bits == 16 else 5e-3) * wanted.norm()  # float16 factors
     assert (alone - wanted).norm() > 0.05 * wanted.norm()
 
 
@@ -109,7 +107,7 @@ def test_converting_splits_them_off_or_refuses(bits: int, to: Any, tmp_path: Pat
 
 def test_models_without_adapters(tmp_path: Path) -> None:
     model = saved.compress_blocks(saved.llama())
-    with pytest.raises(ValueError, match="no layer of this model has an adapter.*adapter_rank="):
+    with pytest.raises(ValueError, match=r"no layer of this model has an adapter.*adapter_rank="):
         export_lora(model, tmp_path / "lora")
     sparse_marlin.save(model, tmp_path / "own")
     with pytest.raises(ValueError, match="no layer has an adapter: leave lora out"):

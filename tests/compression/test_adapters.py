@@ -118,13 +118,13 @@ def test_an_adapter_makes_the_output_better(method: str, bits: int) -> None:
 
 @both_bits
 def test_the_adapter_is_fitted_to_the_weight_beside_it(bits: int) -> None:
-    """No other adapter of that rank would be better; INT4 costs a little."""
+    """No other adapter of that rank would be better; INT4 keeps nine tenths of what it could gain."""
     w, h = problem(64, 128)
     weight, adapter = solved(w, h, 16, bits)
     damped = h + 0.01 * h.diagonal().mean() * torch.eye(128)
     a, b = low_rank(w - weight, damped, 16)
-    best, left = cost(w - weight - b @ a, damped), cost(w - weight - adapter.dequantize(), damped)
-    assert best * (1 - 1e-5) <= left < (1.0001 if bits == 16 else 1.02) * best
+    without, best, left = (cost(w - weight - low, damped) for low in (torch.zeros(()), b @ a, adapter.dequantize()))
+    assert best * (1 - 1e-5) <= left < best + (1e-4 if bits == 16 else 0.1) * (without - best)
 
 
 def test_b_makes_up_for_the_rounding_of_a() -> None:
@@ -171,7 +171,6 @@ def test_nothing_to_correct(bits: int, factor: float) -> None:
     codes = torch.randint(-7, 8, (32, 64), generator=torch.Generator().manual_seed(0)).float()
     codes[:, ::32] = 7
     w = codes / 64 + factor * torch.randn(32, 64, generator=torch.Generator().manual_seed(1))
-    # One round of the search starts from the weight less its largest components, so start from a rank that holds all.
     weight, adapter = solved(w, None, 32, bits, "rtn", Scheme(4, 32, None))
     assert adapter.dequantize().isfinite().all()
     assert (w - weight - adapter.dequantize()).norm() <= (0.002 if bits == 16 else 0.12) * w.norm()
@@ -275,8 +274,9 @@ def test_compress_one_layer(dtype: torch.dtype, bits: int) -> None:
 # ------------------------------------------------------------------------------------------------------- whole models
 
 
-@both_bits
-@pytest.mark.parametrize("build", [tiny.llama, tiny.opt, tiny.mixture])
+@pytest.mark.parametrize(
+    ("build", "bits"), [(tiny.llama, 4), (tiny.llama, 16), (tiny.opt, 16), (tiny.mixture, 4)], ids=str
+)
 def test_every_layer_of_a_model_gets_one(build: Any, bits: int) -> None:
     plain, model = build(), build()
     without = quiet(plain, calibration=tiny.tokens())
@@ -327,10 +327,8 @@ def test_later_layers_see_the_corrected_outputs(bits: int) -> None:
     with torch.inference_mode():
         model(tokens)
         for line in report.compressed:
-            if line.name.split(".")[2] == "0" and "q_proj" not in line.name:
-                continue  # within a block, two-pass sees what the uncompressed layers before put out
             if line.name.split(".")[-1] not in ("q_proj", "k_proj", "v_proj"):
-                continue
+                continue  # two-pass calibrates a block on what its own layers put out before they are compressed
             module, x = model.get_submodule(line.name), seen[line.name]
             truth = x @ original.get_submodule(line.name).weight.T
             error = (module(x) - truth).norm() / truth.norm()
@@ -363,8 +361,7 @@ def test_a_second_call_leaves_adapters_alone(bits: int) -> None:
     assert all(torch.equal(after[n], t) for n, t in before.items() if "down_proj" not in n)
 
 
-@both_bits
-@pytest.mark.parametrize("dtype", [FP32, BF16, FP16], ids=str)
+@pytest.mark.parametrize(("dtype", "bits"), [(FP32, 4), (BF16, 16), (FP16, 16)], ids=str)
 def test_same_bits_again_and_after_an_interruption(tmp_path: Path, dtype: torch.dtype, bits: int) -> None:
     def run(model: nn.Module) -> Any:
         options: dict[str, Any] = {"adapter_rank": 0.3, "adapter_bits": bits}
