@@ -15,8 +15,7 @@ from torch import nn
 
 import sparse_marlin
 from sparse_marlin import CompressedLinear, compress
-from sparse_marlin.checkpoints import TARGETS, convert
-from sparse_marlin.checkpoints.lora import export_lora
+from sparse_marlin.checkpoints import TARGETS, convert, export_lora
 from sparse_marlin.cli import main
 
 both_bits = pytest.mark.parametrize("bits", [4, 16])
