@@ -24,7 +24,7 @@ from ..packed import PackedWeight
 from ..scheme import AdapterScheme, Scheme
 from .solve import PRUNE_ONLY, Solution, compress_weight
 
-_ROUNDS = 2  # how often the weight is solved; a third time would take another tenth off the squared error
+_ROUNDS = 2  # how often the weight is solved; a third time takes a tenth off the squared error
 _RANK_UNIT = 16  # what the kernels' tiles are made of
 _RIDGE = 1e-6  # in units of the mean diagonal
 
