@@ -47,6 +47,13 @@ METHODS: dict[str, tuple[Literal["2:4"] | None, str] | None] = {
     "one-loop": ("2:4", "one-loop"),
     "two-pass": ("2:4", "two-pass"),
     "one-shot": ("2:4", "one-shot"),
+    "one-shot+adapters": ("2:4", "one-shot"),
+    "one-shot+adapters4": ("2:4", "one-shot"),
+}
+# Further arguments of patch_model, by the name of the row.
+OPTIONS: dict[str, dict[str, Any]] = {
+    "one-shot+adapters": {"adapter_rank": 0.1},
+    "one-shot+adapters4": {"adapter_rank": 0.1, "adapter_bits": 4},
 }
 DEFAULT = ("fp", "gptq", "one-shot-dense", "magnitude+rtn", "two-pass", "one-shot")
 WINDOW = 512
@@ -90,7 +97,13 @@ def main() -> None:
         if how is not None:
             sparsity, method = how
             report = sparse_marlin.patch_model(
-                subject, sparsity, group_size=args.group_size, calibration=calibration, method=method, damping=0.01
+                subject,
+                sparsity,
+                group_size=args.group_size,
+                calibration=calibration,
+                method=method,
+                damping=0.01,
+                **OPTIONS.get(name, {}),
             )
             bits = 32 if method in PRUNE_ONLY else report.bits_per_weight
         minutes = (time.perf_counter() - began) / 60
@@ -111,7 +124,7 @@ def main() -> None:
             }
         )
         print(
-            f"{name:16} perplexity {found.perplexity:8.3f}   KL {rows[-1]['kl']:6.3f}   {bits:6.3f} bits per weight   "
+            f"{name:18} perplexity {found.perplexity:8.3f}   KL {rows[-1]['kl']:6.3f}   {bits:6.3f} bits per weight   "
             f"{minutes:5.2f} minutes",
             flush=True,
         )

@@ -23,7 +23,7 @@ from .compression import patch_model
 from .compression.solve import METHODS_24, METHODS_DENSE, check_method
 from .dispatch import PLAN_TOKENS, RECORDED, Device, choice_of, explain, parse_plan
 from .evaluate import evaluate
-from .scheme import GROUP_SIZES, NUM_BITS, Scheme, Sparsity
+from .scheme import ADAPTER_BITS, GROUP_SIZES, NUM_BITS, Scheme, Sparsity
 
 # A table that goes into a file or a pipe need not fit the 80 columns that are assumed there.
 _out = Console(width=None if sys.stdout.isatty() else 140)
@@ -96,6 +96,14 @@ def _parser() -> argparse.ArgumentParser:
         "--only", action="append", default=[], metavar="PATTERN", help="layers to take, no others; repeatable"
     )
     p.add_argument("--dtype", choices=tuple(_DTYPES), help="precision of the scales; default: by the layer's own")
+    p.add_argument(
+        "--adapter-rank",
+        type=_rank,
+        default=0,
+        metavar="R",
+        help="low-rank adapters that correct each layer: their rank, or a fraction of it, such as 0.1; 0: none",
+    )
+    p.add_argument("--adapter-bits", type=int, choices=ADAPTER_BITS, default=16, help="how adapters are stored")
     p.add_argument("--damping", type=float, default=0.01, help="share of the Hessian's mean diagonal added to it")
     p.add_argument(
         "--on-nonfinite", choices=("raise", "fallback"), default="raise", help="for inputs with NaN or infinity"
@@ -117,6 +125,9 @@ def _parser() -> argparse.ArgumentParser:
     p.add_argument("--to", choices=checkpoints.TARGETS, default=checkpoints.TARGETS[0], help="format to write")
     p.add_argument("--bits", type=int, choices=NUM_BITS, help="quantize weights that are 2:4 in floating point")
     p.add_argument("--group-size", type=int, choices=GROUP_SIZES, default=128, help="columns per scale for these")
+    p.add_argument(
+        "--lora", type=Path, metavar="DIR", help="write low-rank adapters there, as a LoRA in the files of PEFT"
+    )
 
     p = command("evaluate", _evaluate, "Measure the perplexity of a model on a text.")
     p.add_argument("model", metavar="PATH", help=_MODEL_HELP)
@@ -182,6 +193,10 @@ def _positive(text: str) -> int:
     return value
 
 
+def _rank(text: str) -> int | float:
+    return int(text) if text.isdecimal() else float(text)
+
+
 def _token_counts(text: str) -> list[int]:
     return sorted({_positive(part) for part in text.split(",")})
 
@@ -239,6 +254,8 @@ def _compress(args: argparse.Namespace) -> None:
         device=args.device,
         checkpoint_dir=args.checkpoint_dir,
         on_nonfinite=args.on_nonfinite,
+        adapter_rank=args.adapter_rank,
+        adapter_bits=args.adapter_bits,
     )
     _out.print(report.table())
     if args.report:
@@ -259,7 +276,7 @@ def _inspect(args: argparse.Namespace) -> None:
         shown = name if args.layers else re.sub(r"\.\d+\.", ".*.", name)
         shape = f"{layer.out_features} × {layer.in_features}"
         weights = layer.out_features * layer.in_features
-        scheme = str(layer.scheme or "2:4 floating point")
+        scheme = str(layer.scheme or "2:4 floating point") + (f" + {layer.adapter}" if layer.adapter else "")
         groups.setdefault((shown, shape, scheme), []).append((weights, checkpoint.layer_nbytes(name)))
     table = Table(title=f"{type(checkpoint.model).__name__} in {args.path}, format {checkpoint.format}")
     for title in ("layers", "out × in", "scheme", "count", "MB", "bits/weight"):
@@ -293,9 +310,9 @@ def _convert(args: argparse.Namespace) -> None:
             soft_wrap=True,
         )
 
-    options = {"bits": args.bits, "group_size": args.group_size, "announce": announce}
+    options = {"bits": args.bits, "group_size": args.group_size, "lora": args.lora, "announce": announce}
     checkpoints.convert(args.source, args.out, args.to, progress=sys.stderr.isatty(), **options)
-    _out.print(f"{args.out}: written")
+    _out.print(f"{args.out}: written" + (f", and its adapters in {args.lora}" if args.lora else ""))
 
 
 def _evaluate(args: argparse.Namespace) -> None:

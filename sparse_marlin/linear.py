@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from . import ops, runtime  # noqa: F401  ops registers torch.ops.sparse_marlin
 from .layouts import KERNEL_TENSOR_NAMES, KernelWeight, canonical_codes, to_kernel
 from .packed import TENSOR_NAMES, PackedWeight
-from .scheme import Scheme
+from .scheme import AdapterScheme, Scheme
 
 _AUTOCAST_DEVICES = ("cpu", "cuda")  # asking torch whether a device has autocast cannot be compiled
 
@@ -30,6 +31,10 @@ class CompressedLinear(nn.Module):
     Args:
         packed: the weight [N, K].
         bias: [N] or None, cast to the dtype of the scales.
+        adapter: a low-rank correction of the weight or None; copied, and cast as the bias.
+
+    Attributes:
+        adapter: ``y = x @ (w + b @ a).T + bias`` with it; parameters ``adapter.a`` and ``adapter.b`` of the state dict.
     """
 
     qweight: Tensor | None
@@ -38,11 +43,18 @@ class CompressedLinear(nn.Module):
     zero_point: Tensor | None
     g_idx: Tensor | None
     bias: Tensor | None
+    adapter: Adapter | None
 
-    def __init__(self, packed: PackedWeight, bias: Tensor | None = None) -> None:
+    def __init__(self, packed: PackedWeight, bias: Tensor | None = None, adapter: Adapter | None = None) -> None:
         super().__init__()
         if bias is not None and bias.shape != (packed.out_features,):
             raise ValueError(f"bias must be [{packed.out_features}], got {list(bias.shape)}")
+        shape = (packed.out_features, packed.in_features)
+        if adapter is not None and (adapter.out_features, adapter.in_features) != shape:
+            raise ValueError(
+                f"the adapter must be for a weight {list(shape)}, got one for "
+                f"{[adapter.out_features, adapter.in_features]}"
+            )
         self.in_features = packed.in_features
         self.out_features = packed.out_features
         self.scheme = packed.scheme
@@ -50,13 +62,21 @@ class CompressedLinear(nn.Module):
         for name in TENSOR_NAMES:
             self._set(name, tensors.get(name))
         self._set("bias", None if bias is None else bias.detach().to(packed.device, packed.scales.dtype))
+        self.adapter = None if adapter is None else copy.deepcopy(adapter).to(packed.device, packed.scales.dtype)
         self._plan: str | None = None  # which kernels to use; None while the weight is in canonical form
         self._prepared_for: torch.dtype | None = None  # also where that came to nothing
         self._set_form(None)
 
     @classmethod
     def empty(
-        cls, in_features: int, out_features: int, scheme: Scheme, bias: bool, g_idx: bool = False, device: str = "meta"
+        cls,
+        in_features: int,
+        out_features: int,
+        scheme: Scheme,
+        bias: bool,
+        g_idx: bool = False,
+        device: str = "meta",
+        adapter: AdapterScheme | None = None,
     ) -> CompressedLinear:
         """A layer whose tensors have the right shapes and no content yet, to load a state dict into."""
         if reason := scheme.why_not(out_features, in_features):
@@ -72,7 +92,8 @@ class CompressedLinear(nn.Module):
             None if scheme.symmetric else torch.empty(n, groups, dtype=torch.uint8, device=device),
             torch.empty(k, dtype=torch.int32, device=device) if g_idx else None,
         )
-        return cls(packed, torch.empty(n, dtype=scheme.dtype, device=device) if bias else None)
+        own_bias = torch.empty(n, dtype=scheme.dtype, device=device) if bias else None
+        return cls(packed, own_bias, None if adapter is None else Adapter.empty(k, n, adapter, scheme.dtype, device))
 
     def _set(self, name: str, t: Tensor | None) -> None:
         self.register_parameter(name, None if t is None else nn.Parameter(t, requires_grad=False))
@@ -99,9 +120,11 @@ class CompressedLinear(nn.Module):
             Whether kernels are used. If not, the layer stays in canonical form; on a GPU a warning has said why.
         """
         dtype = dtype or self.scales.dtype
+        if self.adapter is not None:
+            self.adapter.prepare(dtype)
         if self._prepared_for == dtype:
             return self._plan is not None
-        self.restore()
+        self._restore()
         self._prepared_for = dtype
         # A tensor subclass, such as a DTensor of a sharded model, cannot be rearranged here.
         if self.qweight is None or type(self.qweight.data) is not Tensor:
@@ -117,6 +140,11 @@ class CompressedLinear(nn.Module):
 
     def restore(self) -> None:
         """Puts the weight back into canonical form: undoes :meth:`prepare`."""
+        self._restore()
+        if self.adapter is not None:
+            self.adapter.restore()
+
+    def _restore(self) -> None:
         if self._plan is not None:
             qweight, meta = canonical_codes(self._form())
             self._set("qweight", qweight)
@@ -127,7 +155,8 @@ class CompressedLinear(nn.Module):
 
     @property
     def packed(self) -> PackedWeight:
-        """The weight in canonical form; shares memory with this layer, except for what has to be made again."""
+        """The weight in canonical form, without the adapter; shares memory with this layer, except for what has to be
+        made again."""
         tensors = {n: t.data for n in TENSOR_NAMES if (t := getattr(self, n)) is not None}
         if self._plan is not None:
             qweight, meta = canonical_codes(self._form())
@@ -135,8 +164,13 @@ class CompressedLinear(nn.Module):
         return PackedWeight.from_tensors(tensors, self.scheme, self.in_features)
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
-        """The weight [N, K] as a dense tensor, in ``dtype`` (default: that of the scales)."""
-        return self.packed.dequantize(dtype)
+        """The weight [N, K] that the layer multiplies by, as a dense tensor in ``dtype`` (default: that of the scales).
+
+        That includes the adapter; ``packed.dequantize()`` is the compressed weight alone.
+        """
+        if self.adapter is None:
+            return self.packed.dequantize(dtype)
+        return (self.packed.dequantize(torch.float32) + self.adapter.dequantize()).to(dtype or self.scales.dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         """Multiplies.
@@ -162,8 +196,10 @@ class CompressedLinear(nn.Module):
             )
         if x.is_cuda and self._prepared_for != x.dtype and self._may_prepare():
             self.prepare(x.dtype)
-        if self._plan is not None:
-            return self._multiply(x)
+        y = self._reference(x) if self._plan is None else self._multiply(x)
+        return y if self.adapter is None else self.adapter(x, y)
+
+    def _reference(self, x: Tensor) -> Tensor:
         y: Tensor = torch.ops.sparse_marlin.linear(
             x,
             self.qweight,
@@ -207,7 +243,7 @@ class CompressedLinear(nn.Module):
         return y
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> CompressedLinear:
-        self.restore()
+        self._restore()
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         return self
 
@@ -220,15 +256,110 @@ class CompressedLinear(nn.Module):
                 destination[f"{prefix}meta"] = meta
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        self.restore()
+        self._restore()
         super()._load_from_state_dict(*args, **kwargs)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
-        self.restore()  # it may be on another device now
+        self._restore()  # it may be on another device now
 
     def extra_repr(self) -> str:
-        return (
-            f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
-            f"{self.scheme}, {self.scheme.bits_per_weight(self.in_features):.3f} bits per weight"
-        )
+        n, k = self.out_features, self.in_features
+        bits = self.scheme.bits_per_weight(k)
+        if self.adapter is not None:
+            bits += self.adapter.scheme.bits_per_weight(n, k, self.scheme.dtype)
+        sizes = f"in_features={k}, out_features={n}, bias={self.bias is not None}"
+        return f"{sizes}, {self.scheme}, {bits:.3f} bits per weight"
+
+
+class Adapter(nn.Module):
+    """A low-rank correction ``b @ a`` of a weight [N, K], which stays beside it.
+
+    Args:
+        a: [R, K], in floating point or packed.
+        b: [N, R], the same.
+
+    Raises:
+        ValueError: if the two do not fit together.
+    """
+
+    a: Tensor | CompressedLinear
+    b: Tensor | CompressedLinear
+
+    def __init__(self, a: Tensor | PackedWeight, b: Tensor | PackedWeight) -> None:
+        super().__init__()
+        (rank, self.in_features), (self.out_features, inner) = _shape(a), _shape(b)
+        if rank != inner or isinstance(a, Tensor) != isinstance(b, Tensor):
+            raise ValueError(
+                f"the factors of an adapter must be [R, K] and [N, R], both packed or neither, got {list(_shape(a))} "
+                f"and {list(_shape(b))}"
+            )
+        self.scheme = AdapterScheme(rank, 16 if isinstance(a, Tensor) else 4)
+        for name, factor in (("a", a), ("b", b)):
+            if isinstance(factor, Tensor):
+                # Always the strides that it has when it is loaded: products of other strides round differently.
+                self.register_parameter(name, nn.Parameter(factor.detach().contiguous(), requires_grad=False))
+            else:
+                self.add_module(name, CompressedLinear(factor))
+
+    @classmethod
+    def empty(
+        cls, in_features: int, out_features: int, scheme: AdapterScheme, dtype: torch.dtype, device: str = "meta"
+    ) -> Adapter:
+        """An adapter whose tensors have the right shapes and no content yet, to load a state dict into."""
+        if reason := scheme.why_not(out_features, in_features):
+            raise ValueError(reason)
+
+        def factor(rows: int, columns: int) -> Tensor | PackedWeight:
+            stored = scheme.factor(columns, dtype)
+            if stored is None:
+                return torch.empty(rows, columns, dtype=dtype, device=device)
+            return CompressedLinear.empty(columns, rows, stored, bias=False, device=device).packed
+
+        return cls(factor(scheme.rank, in_features), factor(out_features, scheme.rank))
+
+    def factors(self) -> tuple[Tensor, Tensor]:
+        """a [R, K] and b [N, R] as dense float32 tensors."""
+        a, b = (f.dequantize(torch.float32) if isinstance(f, CompressedLinear) else f.float() for f in (self.a, self.b))
+        return a, b
+
+    def dequantize(self) -> Tensor:
+        """``b @ a`` [N, K] in float32."""
+        a, b = self.factors()
+        return b @ a
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        """Adds ``x @ (b @ a).T`` to y [..., N], in place, and returns it; x is [..., K] in the dtype of y."""
+        a, b = self.a, self.b
+        if isinstance(a, CompressedLinear) or isinstance(b, CompressedLinear):
+            return y.add_(b(a(x)))  # type: ignore[operator]
+        hidden = nn.functional.linear(x, a.to(x.dtype)).reshape(-1, self.scheme.rank)
+        # In place, the sum is part of the product; autocast knows no product in place.
+        y.view(-1, self.out_features).addmm_(hidden, b.to(x.dtype).T)
+        return y
+
+    def prepare(self, dtype: torch.dtype) -> None:
+        """See :meth:`CompressedLinear.prepare`."""
+        for factor in self.children():
+            factor.prepare(dtype)  # type: ignore[operator]
+
+    def restore(self) -> None:
+        """See :meth:`CompressedLinear.restore`."""
+        for factor in self.children():
+            factor.restore()  # type: ignore[operator]
+
+    def extra_repr(self) -> str:
+        return f"in_features={self.in_features}, out_features={self.out_features}, {self.scheme}"
+
+
+def _shape(factor: Tensor | PackedWeight) -> tuple[int, int]:
+    if isinstance(factor, Tensor):
+        rows, columns = factor.shape
+        return rows, columns
+    return factor.out_features, factor.in_features
+
+
+def compressed_layers(model: nn.Module) -> dict[str, CompressedLinear]:
+    """The compressed layers of a model by name, without those that adapters consist of."""
+    factors = {id(f) for m in model.modules() if isinstance(m, Adapter) for f in m.children()}
+    return {name: m for name, m in model.named_modules() if isinstance(m, CompressedLinear) and id(m) not in factors}

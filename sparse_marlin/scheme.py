@@ -13,6 +13,7 @@ NUM_BITS = (4, 8)
 GROUP_SIZES = (-1, 32, 64, 128)
 SPARSITIES = (None, "2:4")
 SCALE_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+ADAPTER_BITS = (4, 16)
 
 
 @dataclass(frozen=True)
@@ -119,6 +120,68 @@ class Scheme:
         kind = "2:4 " if self.sparsity else ""
         group = "per channel" if self.group_size == -1 else f"group {self.group_size}"
         return f"{kind}INT{self.num_bits} {group}" + ("" if self.symmetric else " asymmetric")
+
+
+@dataclass(frozen=True)
+class AdapterScheme:
+    """How the low-rank adapter of a compressed weight [N, K] is stored: ``b @ a`` is added to the weight.
+
+    Attributes:
+        rank: R of the factors a [R, K] and b [N, R].
+        num_bits: 16: both factors in floating point, in the precision of the weight's scheme. 4: both as dense
+            symmetric INT4 weights, with 128 columns per scale where that fits.
+
+    Raises:
+        ValueError: for a rank that is no positive integer, or another number of bits.
+    """
+
+    rank: int
+    num_bits: int = 16
+
+    def __post_init__(self) -> None:
+        if type(self.rank) is not int or self.rank < 1:
+            raise ValueError(f"the rank of an adapter must be a positive integer, got {self.rank!r}")
+        _require("adapter_bits", self.num_bits, ADAPTER_BITS)
+
+    def factor(self, in_features: int, dtype: torch.dtype) -> Scheme | None:
+        """The scheme of a factor with ``in_features`` columns, its scales in ``dtype``; None for floating point."""
+        return None if self.num_bits == 16 else Scheme(4, 128, None, dtype=dtype).fit(in_features)
+
+    def why_not(self, out_features: int, in_features: int) -> str | None:
+        """Why a weight ``[out_features, in_features]`` cannot have such an adapter, or ``None`` if it can."""
+        if self.rank > min(out_features, in_features):
+            return (
+                f"an adapter of rank {self.rank} is larger than the weight [{out_features}, {in_features}]: "
+                "use a smaller adapter_rank, or a fraction such as 0.1"
+            )
+        return None
+
+    def bits_per_weight(self, out_features: int, in_features: int, dtype: torch.dtype) -> float:
+        """Stored bits per weight of the layer that the adapter belongs to, scales included."""
+        bits = 0.0
+        for rows, columns in ((self.rank, in_features), (out_features, self.rank)):
+            scheme = self.factor(columns, dtype)
+            each = torch.finfo(dtype).bits if scheme is None else scheme.bits_per_weight(columns)
+            bits += rows * columns * each
+        return bits / (out_features * in_features)
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready form, the inverse of :meth:`from_dict`."""
+        return {"rank": self.rank, "num_bits": self.num_bits}
+
+    @classmethod
+    def from_dict(cls, d: dict[str, Any]) -> AdapterScheme:
+        """Reads what :meth:`to_dict` wrote.
+
+        Raises:
+            ValueError: for missing or unknown keys, or values outside the closed sets.
+        """
+        if not isinstance(d, dict) or set(d) != {"rank", "num_bits"}:
+            raise ValueError(f"an adapter needs exactly the keys ['num_bits', 'rank'], got {d!r:.80}")
+        return cls(d["rank"], d["num_bits"])
+
+    def __str__(self) -> str:
+        return f"rank {self.rank}" + (f" INT{self.num_bits}" if self.num_bits < 16 else "")
 
 
 def _require(name: str, value: object, allowed: tuple[object, ...]) -> None:

@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM, Gemma2Config, LlamaForSequenceCla
 from sparse_marlin import CompressedLinear, Scheme, compress, load, save
 from sparse_marlin.checkpoints import CheckpointError, describe, files, is_checkpoint, native
 from sparse_marlin.packed import PackedWeight
+from sparse_marlin.scheme import AdapterScheme
 
 Q_PROJ = "model.layers.0.self_attn.q_proj"  # 2:4 INT4 in saved.compress_blocks
 K_PROJ = "model.layers.0.self_attn.k_proj"  # dense INT4
@@ -325,7 +326,7 @@ GROUPS = "quantization_config/groups"
 @pytest.mark.parametrize(
     ("edit", "text"),
     [
-        (change("quantization_config/format_version", 2), "format_version 2 is newer than 1.*upgrade"),
+        (change("quantization_config/format_version", 3), "format_version 3 is newer than 2.*upgrade"),
         (change("quantization_config/format_version", "1"), "format_version must be a positive integer, got '1'"),
         (change("quantization_config/format_version", ...), "format_version must be"),
         (change("quantization_config/quant_method", "gptqq"), "quant_method 'gptqq'; this version reads"),
@@ -447,3 +448,131 @@ def test_models_that_cannot_be_loaded_again_are_not_saved(tmp_path: Path) -> Non
     with pytest.raises(ValueError, match=r"missing: lm_head|not as LlamaForSequenceClassification"):
         save(classifier, tmp_path / "m")
     assert not list(tmp_path.iterdir())
+
+
+# ------------------------------------------------------------------------------------------------------------ adapters
+
+UP_PROJ = "model.layers.1.mlp.up_proj"
+
+
+def with_adapters(bits: int, dtype: torch.dtype = torch.float32) -> Any:
+    """Adapters on all but the layers named k_proj."""
+    torch.manual_seed(1)
+    model = saved.llama(dtype)
+    for name, m in list(model.named_modules()):
+        if type(m) is nn.Linear and "layers" in name:
+            rank = 0 if "k_proj" in name else 16
+            saved.replace(model, name, compress(m, group_size=64, adapter_rank=rank, adapter_bits=bits))
+    return model
+
+
+@pytest.mark.parametrize("bits", [4, 16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_adapters_come_back_bit_for_bit(tmp_path: Path, dtype: torch.dtype, bits: int) -> None:
+    model = with_adapters(bits, dtype)
+    save(model, tmp_path / "m")
+    loaded = load(tmp_path / "m")
+    assert torch.equal(saved.logits(loaded), saved.logits(model))
+    mine, theirs = model.state_dict(), loaded.state_dict()
+    assert list(mine) == list(theirs) and sum("adapter" in n for n in mine) == 12 * (2 if bits == 16 else 4)
+    assert all(theirs[n].dtype == t.dtype and torch.equal(theirs[n], t) for n, t in mine.items())
+    stored = load_file(tmp_path / "m" / "model.safetensors")
+    half = torch.bfloat16 if dtype == torch.bfloat16 else torch.float16
+    floats = {t.dtype for n, t in stored.items() if "adapter" in n and t.is_floating_point()}
+    assert floats == {half}  # however the model computes
+    save(loaded, tmp_path / "again")
+    for file in (tmp_path / "m").iterdir():
+        assert (tmp_path / "again" / file.name).read_bytes() == file.read_bytes(), file.name
+
+
+@pytest.mark.parametrize("bits", [4, 16])
+def test_the_config_and_describe_tell_the_adapters(tmp_path: Path, bits: int) -> None:
+    save(with_adapters(bits), tmp_path / "m")
+    block = json.loads((tmp_path / "m" / "config.json").read_text())["quantization_config"]
+    assert block["format_version"] == 2
+    assert [g["adapter"] for g in block["groups"]] == [{"rank": 16, "num_bits": bits}, None]
+    checkpoint = describe(tmp_path / "m")
+    assert checkpoint.layers[UP_PROJ].adapter == AdapterScheme(16, bits)
+    assert checkpoint.layers[K_PROJ].adapter is None
+    stored = sum(t.nbytes for n, t in checkpoint.files.tensors.items() if n.startswith(f"{UP_PROJ}."))
+    assert checkpoint.layer_nbytes(UP_PROJ) == stored
+    adapter = checkpoint.read_adapter(UP_PROJ)
+    assert adapter is not None and adapter.scheme == AdapterScheme(16, bits)
+
+
+def test_a_model_without_adapters_is_stored_as_ever(pristine: Path) -> None:
+    """So that earlier versions of the library read it."""
+    block = json.loads((pristine / "config.json").read_text())["quantization_config"]
+    assert block["format_version"] == 1
+    assert all(set(g) == {"scheme", "modules"} for g in block["groups"])
+
+
+def test_adapters_that_their_scheme_cannot_hold_exactly(tmp_path: Path) -> None:
+    model = with_adapters(16)
+    trained = model.get_submodule(UP_PROJ).adapter
+    trained.a.data.mul_(1 + 2**-20)
+    save(model, tmp_path / "m")
+    stored = load_file(tmp_path / "m" / "model.safetensors")
+    assert stored[f"{UP_PROJ}.adapter.a"].dtype == torch.float32
+    assert stored[f"{UP_PROJ}.adapter.b"].dtype == torch.float16
+    assert torch.equal(load(tmp_path / "m").get_submodule(UP_PROJ).adapter.a, trained.a)
+
+
+@pytest.fixture(scope="module", params=[4, 16])
+def adapted(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("adapted") / "model"
+    save(with_adapters(request.param), path)
+    return path
+
+
+@pytest.mark.parametrize("how", ["missing", "shape", "dtype", "nan", "more"])
+def test_damaged_adapters(adapted: Path, tmp_path: Path, how: str) -> None:
+    for leaf in [n for n in load_file(adapted / "model.safetensors") if n.startswith(f"{UP_PROJ}.adapter.")]:
+        copy = tmp_path / leaf
+        copy.mkdir()
+        for file in adapted.iterdir():
+            (copy / file.name).write_bytes(file.read_bytes())
+
+        def edit(t: dict[str, torch.Tensor], leaf: str = leaf) -> None:
+            if how == "missing":
+                del t[leaf]
+            elif how == "shape":
+                t[leaf] = t[leaf][:-1].contiguous()
+            elif how == "dtype":
+                t[leaf] = t[leaf].to(torch.int16)
+            elif how == "more":
+                t[f"{K_PROJ}.adapter.a"] = torch.zeros(16, 64)
+            elif t[leaf].is_floating_point():
+                t[leaf][0, 0] = torch.nan
+            else:
+                t[leaf.replace("qweight", "scales")][0, 0] = torch.inf
+
+        edit_tensors(copy, edit)
+        text = {"missing": f"missing: {leaf}", "nan": "holds values that are not finite", "more": "no such adapter"}
+        with pytest.raises(CheckpointError, match=rf"(?s){copy}.*{text.get(how, f'wrong in .*{leaf} must be')}"):
+            load(copy)
+
+
+@pytest.mark.parametrize(
+    ("edit", "text"),
+    [
+        (change(f"{GROUPS}/0/adapter", ...), "must have exactly the keys adapter, modules, scheme"),
+        (change(f"{GROUPS}/0/adapter", None), r"unexpected .*gives model\..* no such adapter"),
+        (change(f"{GROUPS}/1/adapter", {"rank": 16, "num_bits": 16}), f"missing: {K_PROJ}.adapter.a"),
+        (change(f"{GROUPS}/0/adapter", "16"), "an adapter needs exactly the keys"),
+        (change(f"{GROUPS}/0/adapter/extra", 1), "an adapter needs exactly the keys"),
+        (change(f"{GROUPS}/0/adapter/rank", 8), "wrong in .*adapter"),
+        (change(f"{GROUPS}/0/adapter/rank", 0), "rank of an adapter must be a positive integer, got 0"),
+        (change(f"{GROUPS}/0/adapter/rank", 1 << 60), "rank 1152921504606846976 is larger than the weight"),
+        (change(f"{GROUPS}/0/adapter/num_bits", 8), "adapter_bits must be one of 4, 16, got 8"),
+        (change("quantization_config/format_version", 1), "must have exactly the keys modules, scheme"),
+    ],
+)
+def test_a_config_that_contradicts_the_adapters(
+    adapted: Path, tmp_path: Path, edit: Callable[[dict[str, Any]], None], text: str
+) -> None:
+    for file in adapted.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    edit_json(tmp_path / "config.json", edit)
+    with pytest.raises(CheckpointError, match=f"(?s){text}"):
+        load(tmp_path)

@@ -12,6 +12,8 @@ from naive import Example, example
 from torch import Tensor, nn
 
 from sparse_marlin import CompressedLinear, Scheme
+from sparse_marlin.linear import Adapter, compressed_layers
+from sparse_marlin.scheme import AdapterScheme
 
 FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
 DTYPES = (FP16, BF16, FP32)
@@ -384,3 +386,139 @@ def test_repr_tells_the_scheme() -> None:
     text = repr(layer_of(example(24, 128, Scheme(4, 32)), torch.zeros(24)))
     for part in ("in_features=128", "out_features=24", "bias=True", "2:4 INT4 group 32", "3.500 bits"):
         assert part in text
+
+
+# ------------------------------------------------------------------------------------------------------------ adapters
+
+both_bits = pytest.mark.parametrize("bits", [4, 16])
+
+
+def adapter_of(n: int, k: int, rank: int, bits: int, dtype: torch.dtype, exact: bool = True) -> Adapter:
+    """Small powers of two and small integers where exact."""
+    if bits == 4:
+        schemes = (Scheme(4, 128, None, dtype=dtype).fit(k), Scheme(4, 128, None, dtype=dtype).fit(rank))
+        shapes = zip((rank, n), (k, rank), schemes, strict=True)
+        a, b = (example(rows, columns, s, seed=rows, exact=exact).packed() for rows, columns, s in shapes)
+        return Adapter(a, b)
+    factors = (integers(rank, k), integers(n, rank)) if exact else (torch.randn(rank, k), torch.randn(n, rank))
+    return Adapter(*(f.to(dtype) for f in factors))
+
+
+@both_bits
+@pytest.mark.parametrize("scheme", SCHEMES[::2], ids=str)
+def test_an_adapter_is_added_exactly_once(scheme: Scheme, bits: int, poisoned: None) -> None:
+    e = example(24, 128, with_dtype(scheme, FP32), exact=True)
+    adapter, bias = adapter_of(24, 128, 8, bits, FP32), integers(24)
+    a, b = (f.double() for f in adapter.factors())
+    layer = CompressedLinear(e.packed(), bias, adapter)
+    for x in variants_of_x(128, FP32).values():
+        before = x.clone()
+        y = layer(x)
+        expected = x.double() @ (e.weight().double() + b @ a).T + bias.double()
+        assert y.shape == (*x.shape[:-1], 24)
+        assert torch.equal(y, expected.float())
+        assert torch.equal(x, before)
+
+
+@both_bits
+def test_dequantize_is_the_weight_that_is_multiplied_by(bits: int) -> None:
+    """Adapter included, so that nobody who builds a dense layer from it loses that; packed is the weight alone."""
+    e = example(24, 128, Scheme(4, 64, dtype=FP16), exact=True)
+    adapter = adapter_of(24, 128, 8, bits, FP16)
+    layer = CompressedLinear(e.packed(), None, adapter)
+    assert torch.equal(layer.packed.dequantize(), e.weight().half())
+    assert layer.dequantize().dtype == FP16 and layer.dequantize(FP32).dtype == FP32
+    assert torch.equal(layer.dequantize(FP32), e.weight().float() + adapter.dequantize())
+    assert torch.equal(layer.dequantize(), layer.dequantize(FP32).half())
+    assert not torch.equal(layer.dequantize(), layer.packed.dequantize())
+
+
+@both_bits
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_an_adapter_errs_at_most_twice_as_much_as_torch(dtype: torch.dtype, bits: int) -> None:
+    """Against a layer with the dense weight and a LoRA in the same dtype, both against float64."""
+    e = example(48, 128, Scheme(4, 64, dtype=dtype))
+    layer = CompressedLinear(e.packed(), torch.randn(48), adapter_of(48, 128, 16, bits, FP32, exact=False))
+    assert layer.adapter is not None and layer.bias is not None
+    assert {t.dtype for t in layer.parameters() if t.is_floating_point()} == {dtype}
+    x, w = torch.randn(33, 128).to(dtype), e.weight().to(dtype)
+    a, b = (f.to(dtype) for f in layer.adapter.factors())
+    truth = x.double() @ (w.double() + b.double() @ a.double()).T + layer.bias.double()
+    plain = nn.functional.linear(x, w, layer.bias) + nn.functional.linear(nn.functional.linear(x, a), b)
+    assert (layer(x).double() - truth).norm() <= 2 * (plain.double() - truth).norm()
+
+
+@both_bits
+@pytest.mark.parametrize("autocast_dtype", [BF16, FP16], ids=str)
+@pytest.mark.parametrize("layer_dtype", DTYPES, ids=str)
+def test_an_adapter_under_autocast(layer_dtype: torch.dtype, autocast_dtype: torch.dtype, bits: int) -> None:
+    e = example(24, 128, Scheme(4, 64, dtype=layer_dtype))
+    layer = CompressedLinear(e.packed(), None, adapter_of(24, 128, 8, bits, FP32, exact=False))
+    x = torch.randn(33, 128)
+    with torch.inference_mode(), torch.autocast("cpu", autocast_dtype):
+        y = layer(x)
+    truth = x.double() @ layer.dequantize(FP32).double().T
+    assert y.dtype == autocast_dtype
+    assert (y.double() - truth).norm() <= 0.01 * truth.norm()
+
+
+@both_bits
+def test_an_adapter_moves_and_is_saved_with_its_layer(bits: int) -> None:
+    e = example(24, 128, Scheme(4, 64))
+    adapter = adapter_of(24, 128, 8, bits, FP16, exact=False)
+    layer = CompressedLinear(e.packed(), torch.randn(24), adapter)
+    names = {n for n in layer.state_dict() if n.startswith("adapter.")}
+    assert names == ({"adapter.a", "adapter.b"} if bits == 16 else {f"adapter.{f}.{t}" for f in "ab" for t in PACKED})
+    assert not any(p.requires_grad for p in layer.parameters())
+
+    empty = CompressedLinear.empty(128, 24, layer.scheme, bias=True, adapter=AdapterScheme(8, bits))
+    assert all(t.is_meta for t in empty.state_dict().values())
+    empty.load_state_dict(layer.state_dict(), strict=True, assign=True)
+    on_cpu = CompressedLinear.empty(128, 24, layer.scheme, bias=True, adapter=AdapterScheme(8, bits), device="cpu")
+    on_cpu.load_state_dict(layer.state_dict(), strict=True)
+    for other in (empty, on_cpu, copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+        assert_same(other, layer)
+        assert other.adapter is not None and other.adapter.scheme == AdapterScheme(8, bits)
+    for name in names:
+        with pytest.raises(RuntimeError, match=name):
+            on_cpu.load_state_dict({n: t for n, t in layer.state_dict().items() if n != name}, strict=True)
+    with pytest.raises(RuntimeError, match="adapter"):
+        CompressedLinear(e.packed(), torch.randn(24)).load_state_dict(layer.state_dict(), strict=True)
+
+    layer.to(BF16)
+    assert {t.dtype for t in layer.parameters() if t.is_floating_point()} == {BF16}
+    assert adapter.factors()[0].equal(on_cpu.adapter.factors()[0])  # the layer has its own copy
+    assert layer(torch.randn(3, 128, dtype=BF16)).dtype == BF16
+
+
+PACKED = ("qweight", "scales")
+
+
+def test_the_factors_of_adapters_are_no_layers_of_a_model() -> None:
+    e = example(24, 128, Scheme(4, 64))
+    layers = [CompressedLinear(e.packed(), None, adapter_of(24, 128, 8, bits, FP16)) for bits in (4, 16)]
+    model = nn.Sequential(nn.Linear(4, 4), *layers, layer_of(e))
+    assert list(compressed_layers(model)) == ["1", "2", "3"]
+
+
+def test_repr_tells_the_adapter_and_its_bits() -> None:
+    e = example(24, 128, Scheme(4, 64))
+    text = repr(CompressedLinear(e.packed(), None, adapter_of(24, 128, 8, 16, FP16)))
+    bits = 3 + 16 / 64 + 16 * 8 * (24 + 128) / (24 * 128)
+    assert f"{bits:.3f} bits" in text and "rank 8" in text
+    assert "rank 8 INT4" in repr(CompressedLinear(e.packed(), None, adapter_of(24, 128, 8, 4, FP16)))
+    assert "dapter" not in repr(layer_of(e))
+
+
+def test_adapters_that_do_not_fit_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"must be for a weight \[24, 128\], got one for \[24, 64\]"):
+        CompressedLinear(example(24, 128, SCHEMES[0]).packed(), None, adapter_of(24, 64, 8, 16, FP16))
+    with pytest.raises(ValueError, match=r"\[R, K\] and \[N, R\].*\[8, 64\] and \[24, 9\]"):
+        Adapter(torch.zeros(8, 64), torch.zeros(24, 9))
+    with pytest.raises(ValueError, match="both packed or neither"):
+        Adapter(example(8, 64, Scheme(4, 64, None)).packed(), torch.zeros(24, 8))
+    with pytest.raises(ValueError, match="rank 65 is larger"):
+        CompressedLinear.empty(64, 96, Scheme(4, 64), bias=False, adapter=AdapterScheme(65))
+    for rank in (0, -3, 1.5, True):
+        with pytest.raises(ValueError, match="rank of an adapter must be a positive integer"):
+            AdapterScheme(rank)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from sparse_marlin import CompressedLinear, Scheme, linear, runtime
 from sparse_marlin.layouts import KernelWeight
+from sparse_marlin.linear import Adapter
 from sparse_marlin.packed import PackedWeight, dequantize
 
 N, K = 40, 256
@@ -173,3 +174,42 @@ def test_sharded_parameters_are_left_alone(layer: CompressedLinear, kernels: lis
     layer.qweight = torch.nn.Parameter(layer.qweight.data.as_subclass(Sharded), requires_grad=False)
     assert not layer.prepare()
     assert kernels == []
+
+
+def with_adapter(layer: CompressedLinear, bits: int) -> CompressedLinear:
+    torch.manual_seed(1)
+    factors: list[Tensor | PackedWeight] = []
+    for rows, columns in ((16, K), (N, 16)):
+        scheme = Scheme(4, 128, None).fit(columns)
+        codes = torch.randint(16, (rows, columns), dtype=torch.uint8)
+        scales = torch.rand(rows, scheme.num_groups(columns)) / 100
+        factors.append(
+            torch.randn(rows, columns).half() / 8 if bits == 16 else PackedWeight.pack(codes, scales, scheme)
+        )
+    return CompressedLinear(layer.packed, layer.bias, Adapter(*factors))
+
+
+@pytest.mark.parametrize("bits", [4, 16])
+def test_an_adapter_beside_kernels(layer: CompressedLinear, bits: int) -> None:
+    layer = with_adapter(layer, bits)
+    x = torch.randn(3, 5, K, dtype=torch.float16)
+    y, state = layer(x), {k: v.clone() for k, v in layer.state_dict().items()}
+    prepared = [m for m in layer.modules() if isinstance(m, CompressedLinear)]
+    assert len(prepared) == (3 if bits == 4 else 1)
+    assert layer.prepare()
+    assert all(m.qweight is None for m in prepared)  # INT4 factors run on the kernels too
+    torch.testing.assert_close(layer(x), y)
+    assert all(torch.equal(v, state[k]) for k, v in layer.state_dict().items())
+    torch._dynamo.reset()  # it counts how often forward was compiled, in all tests together
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(x), y)
+    torch.testing.assert_close(compiled(x[:2]), y[:2])
+    layer.restore()
+    assert all(m.qweight is not None for m in prepared)
+    torch.testing.assert_close(layer(x), y)
+    other = copy.deepcopy(layer)
+    other.prepare()
+    torch.testing.assert_close(copy.deepcopy(other)(x), y)
+    other.to(torch.bfloat16)
+    assert all(m.qweight is not None for m in other.modules() if isinstance(m, CompressedLinear))
+    assert other(x.bfloat16()).dtype == torch.bfloat16

@@ -38,7 +38,7 @@ def test_example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest
 def test_config_block() -> None:
     quantization = json.loads("{" + block("json") + "}")["quantization_config"]
     assert quantization["quant_method"] == native.QUANT_METHOD
-    assert set(native.read_schemes(quantization)) == {"model.layers.0.self_attn.q_proj", "..."}
+    assert set(native.read_modules(quantization)) == {"model.layers.0.self_attn.q_proj", "..."}
 
 
 def test_commands_exist(capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,6 +11,7 @@ from torch import nn
 from . import awq, compressed_tensors, gptq, marlin, native, plain, reading
 from .conversion import TARGETS, Job, convert
 from .files import CONFIG_NAME, CheckpointError, read_json
+from .lora import export_lora
 from .native import check_destination, save
 from .reading import Checkpoint, Format
 
@@ -21,6 +22,7 @@ __all__ = [
     "check_destination",
     "convert",
     "describe",
+    "export_lora",
     "is_checkpoint",
     "load",
     "save",

@@ -22,7 +22,17 @@ from ..compression.targets import scale_dtype
 from ..packed import PackedWeight
 from ..scheme import Scheme
 from . import compressed_tensors, native, reading
-from .files import CONFIG_NAME, CheckpointError, read_json, shard_names, write_file, write_index, write_json
+from .files import (
+    CONFIG_NAME,
+    CheckpointError,
+    check_free,
+    read_json,
+    shard_names,
+    write_file,
+    write_index,
+    write_json,
+)
+from .lora import write_lora
 from .reading import Checkpoint
 from .words import mask_24
 
@@ -67,6 +77,7 @@ class Job:
     Attributes:
         scheme: how to quantize weights that are 2:4 in floating point, or None to leave them as they are.
         export: the schemes of quantized layers in pack-quantized.
+        lora: where the adapters go, if there are any.
     """
 
     checkpoint: Checkpoint
@@ -75,6 +86,7 @@ class Job:
     scheme: Scheme | None
     shards: list[Shard]
     export: Mapping[str, Scheme]
+    lora: Path | None = None
 
     @property
     def peak_bytes(self) -> int:
@@ -97,6 +109,7 @@ def convert(
     *,
     bits: int | None = None,
     group_size: int = 128,
+    lora: str | Path | None = None,
     progress: bool = True,
     announce: Callable[[Job], object] = lambda job: None,
 ) -> None:
@@ -113,21 +126,29 @@ def convert(
         bits: 4 or 8, to quantize weights that are stored in floating point and are 2:4. Which ones are kept stays as it
             is; they are rounded to nearest with scales fitted to them. None refuses such a checkpoint.
         group_size: columns per scale for these.
+        lora: directory to write the adapters of a checkpoint to, as a LoRA in PEFT's files, see
+            :func:`~sparse_marlin.checkpoints.lora.export_lora`; ``destination`` has the weights without them.
         progress: show a progress bar on standard error.
         announce: called with the job once everything is checked, before anything is written.
 
     Raises:
         CheckpointError: if the source cannot be read, or its values are damaged.
-        FileExistsError: if something is at ``destination``.
-        ValueError: for weights that the other format cannot hold.
+        FileExistsError: if something is at ``destination``, or at ``lora``.
+        ValueError: for weights that the other format cannot hold, and for adapters without ``lora``.
     """
-    job = plan(source, destination, to, bits=bits, group_size=group_size)
+    job = plan(source, destination, to, bits=bits, group_size=group_size, lora=lora)
     announce(job)
     run(job, progress=progress)
 
 
 def plan(
-    source: str | Path, destination: str | Path, to: Target, *, bits: int | None = None, group_size: int = 128
+    source: str | Path,
+    destination: str | Path,
+    to: Target,
+    *,
+    bits: int | None = None,
+    group_size: int = 128,
+    lora: str | Path | None = None,
 ) -> Job:
     """Checks everything that can be checked without reading weights. See :func:`convert`."""
     from . import describe
@@ -148,20 +169,26 @@ def plan(
         raise ValueError(
             f"{source}: the weights are quantized already, for example {next(iter(quantized))}: leave bits out"
         )
+    adapters = [name for name, layer in checkpoint.layers.items() if layer.adapter is not None]
+    if adapters and lora is None:
+        raise ValueError(
+            f"{source}: {len(adapters)} layers have low-rank adapters, for example {adapters[0]}, which a converted "
+            "checkpoint does not hold. Have them written beside it as a LoRA, to be loaded with it (lora=DIR, or "
+            "--lora DIR on the command line), or compress the model without: adapter_rank=0"
+        )
+    if lora is not None:
+        if not adapters:
+            raise ValueError(f"{source}: no layer has an adapter: leave lora out")
+        lora = Path(lora)
+        check_free(lora)
+        if lora.absolute() == destination.absolute():
+            raise ValueError(f"lora and destination must be two directories, got {destination} for both")
     parts = [(plain, layers) for plain, layers in checkpoint.work() if plain or layers]
     names = shard_names(len(parts))
     shards = [Shard(file, *part) for file, part in zip(names, parts, strict=True)]
     columns = {name: layer.in_features for name, layer in checkpoint.layers.items()}
     export = compressed_tensors.export_schemes(quantized, columns)
-    return Job(checkpoint, destination, to, scheme, shards, export)
-
-
-def check_free(destination: Path) -> None:
-    """Raises FileExistsError or FileNotFoundError unless a directory can be made at ``destination``."""
-    if not destination.absolute().parent.is_dir():
-        raise FileNotFoundError(f"cannot write {destination}: {destination.absolute().parent} is not a directory")
-    if destination.is_symlink() or destination.is_file() or (destination.is_dir() and any(destination.iterdir())):
-        raise FileExistsError(f"{destination} exists already: choose another path, or remove it first")
+    return Job(checkpoint, destination, to, scheme, shards, export, lora)
 
 
 def run(job: Job, *, progress: bool = True) -> None:
@@ -174,6 +201,8 @@ def run(job: Job, *, progress: bool = True) -> None:
         except ValueError:  # it would fail again: nothing is left to continue
             shutil.rmtree(scratch)
             raise
+        if job.lora is not None:
+            write_lora(job.lora, job.checkpoint.read_adapters())
         scratch.rename(job.destination)
 
 
@@ -318,7 +347,8 @@ def _finish(job: Job, scratch: Path, schemes: Mapping[str, Scheme]) -> None:
         linears = [name for name, m in model.named_modules() if type(m) is nn.Linear and name not in schemes]
         block, target = compressed_tensors.quantization_config(schemes, linears), compressed_tensors.FORMAT
     else:
-        block, target = native.quantization_config(schemes), native.FORMAT
+        stored = {name: (scheme, None) for name, scheme in schemes.items()}
+        block, target = native.quantization_config(stored), native.FORMAT
     config["quantization_config"] = block
     write_json(scratch / CONFIG_NAME, dict(sorted(config.items())))
     for name in _COMPANIONS:

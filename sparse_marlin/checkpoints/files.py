@@ -60,6 +60,14 @@ def write_json(file: Path, value: Mapping[str, Any]) -> None:
     file.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
 
 
+def check_free(destination: Path) -> None:
+    """Raises FileExistsError or FileNotFoundError unless a directory can be made at ``destination``."""
+    if not destination.absolute().parent.is_dir():
+        raise FileNotFoundError(f"cannot write {destination}: {destination.absolute().parent} is not a directory")
+    if destination.is_symlink() or destination.is_file() or (destination.is_dir() and any(destination.iterdir())):
+        raise FileExistsError(f"{destination} exists already: choose another path, or remove it first")
+
+
 @dataclass(frozen=True)
 class StoredTensor:
     """What a file's header says of one tensor."""

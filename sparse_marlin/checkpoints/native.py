@@ -4,17 +4,19 @@
 
     "quantization_config": {
       "quant_method": "sparse_marlin",
-      "format_version": 1,
+      "format_version": 1,                          2 where layers have adapters
       "groups": [                                   one per scheme, the most frequent first
         {
           "scheme": {"num_bits": 4, "group_size": 128, "sparsity": "2:4", "symmetric": true, "dtype": "float16"},
+          "adapter": {"rank": 64, "num_bits": 4},                 version 2 only; null for none
           "modules": ["model.layers.0.self_attn.q_proj", ...]     every compressed module is in one group, no other is
         }
       ]
     }
 
-Each of the modules has the tensors of :mod:`sparse_marlin.packed` under its name, and ``bias`` where it has one. All
-other tensors are stored as they were, tied ones once.
+Each of the modules has the tensors of :mod:`sparse_marlin.packed` under its name, and ``bias`` where it has one. Those
+of an adapter are ``adapter.a`` and ``adapter.b``, or the packed tensors under these names. All other tensors are stored
+as they were, tied ones once.
 """
 
 from __future__ import annotations
@@ -30,15 +32,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..linear import CompressedLinear
-from ..packed import PackedWeight
-from ..scheme import SCALE_DTYPES, Scheme
+from ..linear import Adapter, CompressedLinear, compressed_layers
+from ..packed import TENSOR_NAMES, PackedWeight
+from ..scheme import SCALE_DTYPES, AdapterScheme, Scheme
 from . import reading
 from .files import CONFIG_NAME, GENERATION_CONFIG_NAME, CheckpointError, read_json, write_json, write_tensors
 from .reading import Expected, Format, Layout, Slot, StoredLayer
 
 QUANT_METHOD = "sparse_marlin"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+_WITHOUT_ADAPTERS = 1  # what earlier versions of the library read too
+
+Stored = tuple[Scheme, AdapterScheme | None]  # how a module is stored
 
 
 def recognise(config: Mapping[str, Any]) -> bool:
@@ -70,7 +75,7 @@ def save(model: nn.Module, path: str | Path, *, tokenizer: Any = None, overwrite
     """
     path = Path(path)
     check_destination(path, overwrite=overwrite)
-    layers = {name: m for name, m in model.named_modules() if isinstance(m, CompressedLinear)}
+    layers = compressed_layers(model)
     if not layers:
         raise ValueError("the model has no compressed layer: compress it first, or use its own save_pretrained")
     if not hasattr(model, "config"):
@@ -135,10 +140,11 @@ def _tensors(model: nn.Module, layers: Mapping[str, CompressedLinear]) -> tuple[
         if not isinstance(t, Tensor) or t.is_meta:
             raise ValueError(f"{name} is not in memory: load the model whole, without offloading, before saving")
     for name, layer in layers.items():
-        scales = layer.scales.detach()
-        stored = scales.to(layer.scheme.dtype)
-        if torch.equal(stored.to(scales.dtype), scales):
-            tensors[f"{name}.scales"] = stored
+        for leaf, t in layer.named_parameters():
+            if leaf == "scales" or (leaf.startswith("adapter.") and t.is_floating_point()):
+                stored = t.detach().to(layer.scheme.dtype)
+                if torch.equal(stored.to(t.dtype), t):
+                    tensors[f"{name}.{leaf}"] = stored
     ties: dict[str, str] = getattr(model, "all_tied_weights_keys", {})
     are_tied = {target: tensors.get(target) is tensors.get(source) for target, source in ties.items()}
     for target, is_tied in are_tied.items():
@@ -154,21 +160,27 @@ def _config(model: nn.Module, layers: Mapping[str, CompressedLinear], dtype: tor
     config["dtype"] = str(dtype).removeprefix("torch.")
     if not tied:
         config["tie_word_embeddings"] = False
-    config["quantization_config"] = quantization_config({name: layer.scheme for name, layer in layers.items()})
+    stored = {name: (m.scheme, None if m.adapter is None else m.adapter.scheme) for name, m in layers.items()}
+    config["quantization_config"] = quantization_config(stored)
     return dict(sorted(config.items()))  # as transformers has it
 
 
-def quantization_config(schemes: Mapping[str, Scheme]) -> dict[str, Any]:
+def quantization_config(modules: Mapping[str, Stored]) -> dict[str, Any]:
     """The block of a config.json that says how the modules are compressed."""
-    groups: dict[Scheme, list[str]] = {}
-    for name, scheme in schemes.items():
-        groups.setdefault(scheme, []).append(name)
+    groups: dict[Stored, list[str]] = {}
+    for name, stored in modules.items():
+        groups.setdefault(stored, []).append(name)
+    adapters = any(adapter is not None for _, adapter in groups)
     return {
         "quant_method": QUANT_METHOD,
-        "format_version": FORMAT_VERSION,
+        "format_version": FORMAT_VERSION if adapters else _WITHOUT_ADAPTERS,
         "groups": [
-            {"scheme": scheme.to_dict(), "modules": names}
-            for scheme, names in sorted(groups.items(), key=lambda item: -len(item[1]))
+            {
+                "scheme": scheme.to_dict(),
+                **({"adapter": None if adapter is None else adapter.to_dict()} if adapters else {}),
+                "modules": names,
+            }
+            for (scheme, adapter), names in sorted(groups.items(), key=lambda item: -len(item[1]))
         ],
     }
 
@@ -178,16 +190,16 @@ def quantization_config(schemes: Mapping[str, Scheme]) -> dict[str, Any]:
 
 def read_config(config: Mapping[str, Any]) -> Layout:
     """How the modules that a config lists are stored."""
-    schemes = read_schemes(config["quantization_config"])
+    modules = read_modules(config["quantization_config"])
 
     def layer(slot: Slot) -> StoredLayer | None:
-        scheme = schemes.get(slot.name)
-        return None if scheme is None else _stored(slot, scheme)
+        stored = modules.get(slot.name)
+        return None if stored is None else _stored(slot, *stored)
 
-    return Layout(layer, schemes, ours=True)
+    return Layout(layer, modules, ours=True)
 
 
-def _stored(slot: Slot, scheme: Scheme) -> StoredLayer:
+def _stored(slot: Slot, scheme: Scheme, adapter: AdapterScheme | None) -> StoredLayer:
     n, k = slot.out_features, slot.in_features
     if reason := scheme.why_not(n, k):
         raise ValueError(f"cannot be stored as {scheme}: {reason}")
@@ -202,18 +214,21 @@ def _stored(slot: Slot, scheme: Scheme) -> StoredLayer:
         tensors["zero_point"] = Expected((n, groups), (torch.uint8,))
     if "g_idx" in slot.stored:
         tensors["g_idx"] = Expected((k,), (torch.int32,))
+    if adapter is not None:
+        for leaf, t in Adapter.empty(k, n, adapter, scheme.dtype).state_dict().items():
+            tensors[f"adapter.{leaf}"] = Expected(tuple(t.shape), SCALE_DTYPES if t.is_floating_point() else (t.dtype,))
 
     def decode(stored: Mapping[str, Tensor]) -> PackedWeight:
-        values = dict(stored)
+        values = {leaf: t for leaf, t in stored.items() if leaf in TENSOR_NAMES}
         if values["scales"].dtype not in SCALE_DTYPES:
             values["scales"] = values["scales"].float()
         return PackedWeight.from_tensors(values, scheme, k)
 
-    return StoredLayer(n, k, scheme, tensors, decode)
+    return StoredLayer(n, k, scheme, tensors, decode, adapter)
 
 
-def read_schemes(quantization: Mapping[str, Any]) -> dict[str, Scheme]:
-    """The scheme of every compressed module, from ``quantization_config``.
+def read_modules(quantization: Mapping[str, Any]) -> dict[str, Stored]:
+    """How every compressed module is stored, from ``quantization_config``.
 
     Raises:
         CheckpointError: if it is from a newer version, or not as described at the head of this module.
@@ -230,19 +245,21 @@ def read_schemes(quantization: Mapping[str, Any]) -> dict[str, Scheme]:
     groups = quantization["groups"]
     if not isinstance(groups, list) or not groups:
         raise CheckpointError(f"quantization_config.groups must be a list with at least one group, got {groups!r:.80}")
-    schemes: dict[str, Scheme] = {}
+    found: dict[str, Stored] = {}
+    keys = {"scheme", "modules"} if version == _WITHOUT_ADAPTERS else {"scheme", "adapter", "modules"}
     for group in groups:
-        _require_keys("a group of quantization_config", group, {"scheme", "modules"})
+        _require_keys("a group of quantization_config", group, keys)
         modules = group["modules"]
         if not isinstance(modules, list) or not all(isinstance(m, str) for m in modules):
             raise CheckpointError(f"the modules of a group must be a list of names, got {modules!r:.80}")
-        if twice := [m for m, count in Counter([*schemes, *modules]).items() if count > 1]:
+        if twice := [m for m, count in Counter([*found, *modules]).items() if count > 1]:
             raise CheckpointError(f"quantization_config lists modules twice: {', '.join(twice[:4])}")
         try:
-            schemes.update(dict.fromkeys(modules, Scheme.from_dict(group["scheme"])))
+            adapter = None if group.get("adapter") is None else AdapterScheme.from_dict(group["adapter"])
+            found.update(dict.fromkeys(modules, (Scheme.from_dict(group["scheme"]), adapter)))
         except ValueError as e:
             raise CheckpointError(f"quantization_config: {e}") from e
-    return schemes
+    return found
 
 
 def _require_keys(what: str, value: Any, keys: set[str]) -> None:

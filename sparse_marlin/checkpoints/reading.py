@@ -19,9 +19,9 @@ import torch
 from torch import Tensor, nn
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, GenerationConfig
 
-from ..linear import CompressedLinear
+from ..linear import Adapter, CompressedLinear
 from ..packed import TENSOR_NAMES, PackedWeight
-from ..scheme import SCALE_DTYPES, Scheme
+from ..scheme import SCALE_DTYPES, AdapterScheme, Scheme
 from .files import CONFIG_NAME, GENERATION_CONFIG_NAME, CheckpointError, StoredTensor, TensorFiles, read_json
 from .words import keep_24
 
@@ -85,9 +85,11 @@ class StoredLayer:
 
     Attributes:
         scheme: that of the weight as :attr:`decode` returns it; None for floating-point weights.
-        tensors: the tensors that it needs, by the last part of their names.
+        tensors: the tensors that it needs, by what follows the layer's name in theirs; those of an adapter begin with
+            ``adapter.``.
         decode: from these tensors, which it leaves as they are, to the canonical weight, or to a floating-point weight
             [out_features, in_features]. Raises ValueError for values that cannot be.
+        adapter: how the layer's adapter is stored, or None if it has none.
     """
 
     out_features: int
@@ -95,6 +97,7 @@ class StoredLayer:
     scheme: Scheme | None
     tensors: Mapping[str, Expected]
     decode: Callable[[Mapping[str, Tensor]], PackedWeight | Tensor]
+    adapter: AdapterScheme | None = None
 
 
 @dataclass(frozen=True)
@@ -171,7 +174,7 @@ class Checkpoint:
         return [by_file[file] for file in sorted(by_file)]
 
     def layer_nbytes(self, name: str) -> int:
-        """Stored bytes of a layer's weight."""
+        """Stored bytes of a layer's weight, adapter included."""
         return sum(self.files.tensors[f"{name}.{leaf}"].nbytes for leaf in self.layers[name].tensors)
 
     def read_layer(self, name: str, compute: torch.dtype) -> PackedWeight | Tensor:
@@ -207,6 +210,27 @@ class Checkpoint:
         copies = {n: t.clone() for n, t in weight.tensors().items()}
         return PackedWeight.from_tensors(copies, weight.scheme, weight.in_features)
 
+    def read_adapter(self, name: str) -> Adapter | None:
+        """The adapter of a layer, as it is stored; :meth:`read_layer` checks its values."""
+        layer = self.layers[name]
+        if layer.adapter is None:
+            return None
+        assert layer.scheme is not None
+        prefix = f"{name}.adapter."
+        stored = self.files.get(f"{name}.{leaf}" for leaf in layer.tensors if leaf.startswith("adapter."))
+        adapter = Adapter.empty(layer.in_features, layer.out_features, layer.adapter, layer.scheme.dtype)
+        adapter.load_state_dict({n.removeprefix(prefix): t.clone() for n, t in stored.items()}, assign=True)
+        return adapter
+
+    def read_adapters(self) -> dict[str, tuple[Adapter, torch.dtype]]:
+        """Every layer's adapter, and the precision of the layer's scheme."""
+        found = {name: (self.read_adapter(name), layer.scheme) for name, layer in self.layers.items()}
+        return {
+            name: (adapter, scheme.dtype)
+            for name, (adapter, scheme) in found.items()
+            if adapter is not None and scheme is not None
+        }
+
     def plain_dtype(self, name: str, dtype: torch.dtype | None = None) -> torch.dtype:
         """The dtype that a plain tensor gets in a model that computes in ``dtype``."""
         stored = self.files.tensors[name].dtype
@@ -232,7 +256,7 @@ def load(
     checkpoint = open_checkpoint(path, config, checkpoint_format)
     compute = dtype or checkpoint.dtype
     model = checkpoint.model
-    weights: dict[str, PackedWeight] = {}
+    weights: dict[str, tuple[PackedWeight, Adapter | None]] = {}
     plain_dtypes = {name: checkpoint.plain_dtype(name, dtype) for name in checkpoint.plain}
     for plain, layers in checkpoint.work():
         for name, t in checkpoint.files.get(plain).items():
@@ -241,13 +265,14 @@ def load(
         for name in layers:
             weight = checkpoint.read_layer(name, compute)
             if isinstance(weight, PackedWeight):
-                weights[name] = replace(weight, scales=weight.scales.to(compute)).to(device)
+                packed = replace(weight, scales=weight.scales.to(compute)).to(device)
+                weights[name] = packed, checkpoint.read_adapter(name)
             else:
                 _assign(model, [f"{name}.weight"], weight.to(device, compute))
-    for name, packed in weights.items():
+    for name, (packed, adapter) in weights.items():
         parent, _, leaf = name.rpartition(".")
         bias = model.get_submodule(name).bias
-        layer = CompressedLinear(packed, bias if isinstance(bias, Tensor) else None)
+        layer = CompressedLinear(packed, bias if isinstance(bias, Tensor) else None, adapter)
         setattr(model.get_submodule(parent), leaf, layer)
     return model.to(device).eval()  # for the buffers that no checkpoint stores
 
@@ -439,6 +464,8 @@ def _tied_tensors(model: nn.Module, without: Collection[str]) -> Iterator[tuple[
 def _why_unexpected(checkpoint: Checkpoint, name: str) -> str:
     module, _, leaf = name.rpartition(".")
     if checkpoint.ours:
+        if ".adapter." in name:
+            return f" (quantization_config gives {name.partition('.adapter.')[0]} no such adapter)"
         if leaf in TENSOR_NAMES and module not in checkpoint.layers:
             return f" ({module} is not among the modules of quantization_config)"
         return ""

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
 from ..linear import CompressedLinear
 from ..scheme import Scheme, Sparsity
+from .adapters import adapter_scheme, check_adapter, compress_with_adapters
 from .hessian import Hessian, NonFiniteError
 from .pipeline import compressed_layer, patch_model
 from .report import LayerReport, Report
-from .solve import check_damping, check_method, compress_weight, default_method, why_no_weight
+from .solve import check_damping, check_method, default_method, why_no_weight
 from .targets import scale_dtype
 
 __all__ = ["Hessian", "LayerReport", "NonFiniteError", "Report", "compress", "patch_model"]
@@ -32,6 +34,8 @@ def compress(
     method: str = "auto",
     dtype: torch.dtype | None = None,
     damping: float = 0.01,
+    adapter_rank: int | float = 0,
+    adapter_bits: Literal[4, 16] = 16,
 ) -> CompressedLinear:
     """Prunes and quantizes one layer; the layer itself is left as it is.
 
@@ -46,14 +50,16 @@ def compress(
         method: see :func:`patch_model`; ``auto`` takes ``one-shot`` with calibration.
         dtype: precision of the scales, float16 or bfloat16; default: the layer's dtype, float16 for a float32 layer.
         damping: fraction of the Hessian's mean diagonal added to it.
+        adapter_rank, adapter_bits: a low-rank adapter for the layer, see :func:`patch_model`. Without calibration it
+            corrects the weight rather than the output.
 
     Returns:
         A layer on the same device that computes in the same dtype.
 
     Raises:
         TypeError: if ``linear`` is no ``nn.Linear``.
-        ValueError: for settings that do not go together, a K that 2:4 cannot have, or calibration inputs that are empty
-            or of another width.
+        ValueError: for settings that do not go together, a K that 2:4 cannot have, an adapter larger than the weight,
+            or calibration inputs that are empty or of another width.
         NonFiniteError: if the calibration inputs hold NaN or infinity.
     """
     if not isinstance(linear, nn.Linear):
@@ -71,6 +77,10 @@ def compress(
     if method == "auto":
         method = default_method(sparsity, calibration is not None)
     check_method(method, sparsity, allow_prune_only=False)
+    check_adapter(adapter_rank, adapter_bits, method)
+    adapter = adapter_scheme(adapter_rank, adapter_bits, n, k)
+    if adapter is not None and (reason := adapter.why_not(n, k)):
+        raise ValueError(reason)
     hessian = None
     if calibration is None:
         if method != default_method(sparsity, calibrated=False):
@@ -83,9 +93,10 @@ def compress(
         if hessian.rows == 0:
             raise ValueError("the calibration set is empty")
     matrix = None if hessian is None else hessian.matrix.to(linear.weight.device)
-    solution = compress_weight(linear.weight, matrix, fitted, method, damping)
+    target = linear.weight.detach().float()
+    solution, adapters = compress_with_adapters(target, matrix, fitted, method, damping, [(n, adapter)])
     assert solution.packed is not None
-    return compressed_layer(solution.packed, linear)
+    return compressed_layer(solution.packed, linear, adapters[0])
 
 
 def _accumulate(calibration: Tensor | Iterable[Tensor], in_features: int, device: torch.device) -> Hessian:

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from ..linear import CompressedLinear
+from ..linear import Adapter, CompressedLinear
 from ..packed import PackedWeight
 from ..scheme import Scheme, Sparsity
+from .adapters import check_adapter, compress_with_adapters
 from .blocks import Recorded, capture, moved, record, run
 from .calibration import calibration_windows
 from .moments import Collected, Moments, collect, corrected_target
@@ -53,6 +54,8 @@ def patch_model(
     checkpoint_dir: str | Path | None = None,
     progress: bool = True,
     on_nonfinite: Literal["raise", "fallback"] = "raise",
+    adapter_rank: int | float = 0,
+    adapter_bits: Literal[4, 16] = 16,
 ) -> Report:
     """Compresses every ``nn.Linear`` of a causal LM's decoder blocks, in place.
 
@@ -83,6 +86,10 @@ def patch_model(
             result bit for bit.
         progress: print the memory need, and show progress bars.
         on_nonfinite: what to do where a layer's inputs are not finite: stop, or round that layer to nearest.
+        adapter_rank: gives every compressed layer a low-rank adapter that corrects its output: the rank, or a fraction
+            of min(N, K), rounded up to a multiple of 16; 0 for none. It costs bytes and time, which the report states.
+            See :mod:`sparse_marlin.compression.adapters`.
+        adapter_bits: 16 for adapters in the precision of the scales, 4 for INT4 ones.
 
     Returns:
         A report of every layer.
@@ -97,10 +104,12 @@ def patch_model(
     if on_nonfinite not in ("raise", "fallback"):
         raise ValueError(f"on_nonfinite must be 'raise' or 'fallback', got {on_nonfinite!r}")
     check_damping(damping)
+    check_adapter(adapter_rank, adapter_bits, method)
     if not isinstance(model, nn.Module):
         raise TypeError(f"patch_model takes an nn.Module, got {type(model).__name__}")
     prefix, blocks = decoder_blocks(model)
-    targets, skipped = choose_targets(model, prefix, patterns("skip", skip), patterns("only", only), scheme, dtype)
+    names = patterns("skip", skip), patterns("only", only)
+    targets, skipped = choose_targets(model, prefix, *names, scheme, dtype, adapter_rank, adapter_bits)
     windows = calibration_windows(model, calibration, tokenizer, num_samples, sequence_length, seed, progress)
     if progress:
         print(memory_need(model, prefix, targets, windows), file=sys.stderr)
@@ -109,6 +118,8 @@ def patch_model(
         "scheme": scheme.to_dict(),
         "method": method,
         "damping": damping,
+        "adapter_rank": adapter_rank,
+        "adapter_bits": adapter_bits,
         "seed": seed,
         "windows": len(windows),
         "tokens": sum(w.numel() for w in windows),
@@ -199,11 +210,16 @@ def _solve_stage(
         target = torch.cat(weights)
         if moments is not None:
             target = corrected_target(target, moments)
-        solution = compress_weight(target, hessian, scheme, own, damping)
+        rows_of = [(w.shape[0], t.adapter) for t, w in zip(group, weights, strict=True)]
+        solution, adapters = compress_with_adapters(target, hessian, scheme, own, damping, rows_of)
         row = 0
-        for t, w in zip(group, weights, strict=True):
+        for t, w, adapter in zip(group, weights, adapters, strict=True):
             rows = slice(row, row + w.shape[0])
             row += w.shape[0]
+            approximation = solution.weight[rows]
+            if adapter is not None:
+                approximation = approximation + adapter.dequantize()
+            extra = 0.0 if t.adapter is None else t.adapter.bits_per_weight(w.shape[0], w.shape[1], scheme.dtype)
             packed = None
             if solution.packed is not None:
                 tensors = {n: v[rows].contiguous() for n, v in solution.packed.tensors().items()}
@@ -211,6 +227,8 @@ def _solve_stage(
             notes = [t.note, collected.broken.get(t.name, "")]
             if moments is None and t.name not in collected.broken:
                 notes.append("saw no calibration input: rounded to nearest")
+            if moments is None and adapter is not None:
+                notes.append("adapter fitted to the weight alone")
             report = LayerReport(
                 name=t.name,
                 kind="Linear",
@@ -220,12 +238,14 @@ def _solve_stage(
                 scheme=str(scheme),
                 method=own,
                 error_before=_error(w, _baseline(w, scheme), moments),
-                error_after=_error(w, solution.weight[rows], moments),
-                bits_per_weight=None if packed is None else scheme.bits_per_weight(w.shape[1]),
+                error_after=_error(w, approximation, moments),
+                bits_per_weight=None if packed is None else scheme.bits_per_weight(w.shape[1]) + extra,
                 damping=solution.damping,
                 rows=0 if moments is None else moments.hessian.rows,
+                adapter_rank=0 if t.adapter is None else t.adapter.rank,
+                adapter_bits_per_weight=extra,
             )
-            results[t.name] = Result(report, packed, solution.weight[rows] if packed is None else None)
+            results[t.name] = Result(report, packed, solution.weight[rows] if packed is None else None, adapter)
     return [results[t.name] for t in targets]
 
 
@@ -250,12 +270,12 @@ def _install(model: nn.Module, result: Result) -> None:
         assert result.pruned is not None
         linear.weight.data.copy_(result.pruned)
     else:
-        model.set_submodule(name, compressed_layer(result.packed, linear))
+        model.set_submodule(name, compressed_layer(result.packed, linear, result.adapter))
 
 
-def compressed_layer(packed: PackedWeight, linear: nn.Linear) -> CompressedLinear:
+def compressed_layer(packed: PackedWeight, linear: nn.Linear, adapter: Adapter | None = None) -> CompressedLinear:
     """The module that takes the place of ``linear``, on its device and computing in its dtype."""
     packed = packed.to(linear.weight.device)
     bias = None if linear.bias is None else linear.bias.clone()
-    layer = CompressedLinear(replace(packed, scales=packed.scales.to(linear.weight.dtype)), bias)
+    layer = CompressedLinear(replace(packed, scales=packed.scales.to(linear.weight.dtype)), bias, adapter)
     return layer.train(linear.training)

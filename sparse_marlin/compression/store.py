@@ -16,21 +16,23 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from ..linear import Adapter
 from ..packed import TENSOR_NAMES, PackedWeight
-from ..scheme import Scheme
+from ..scheme import AdapterScheme, Scheme
 from .report import LayerReport
 from .targets import Target
 
-_FORMAT = 1
+_FORMAT = 2
 
 
 @dataclass(frozen=True)
 class Result:
-    """A finished layer: its compressed weight, or its pruned one after a prune-only method."""
+    """A finished layer: its compressed weight and adapter, or its pruned weight after a prune-only method."""
 
     report: LayerReport
     packed: PackedWeight | None
     pruned: Tensor | None
+    adapter: Adapter | None = None
 
 
 class Store:
@@ -80,10 +82,14 @@ class Store:
         layers = []
         for r in results:
             parts = {"weight": r.pruned} if r.packed is None else r.packed.tensors()
+            if r.adapter is not None:
+                parts |= {f"adapter.{name}": t for name, t in r.adapter.state_dict().items()}
             for name, t in parts.items():
                 assert t is not None
                 tensors[f"{r.report.name}.{name}"] = t.cpu().contiguous()
-            layers.append({"report": asdict(r.report), "scheme": r.packed.scheme.to_dict() if r.packed else None})
+            scheme = None if r.packed is None else r.packed.scheme.to_dict()
+            adapter = None if r.adapter is None else r.adapter.scheme.to_dict()
+            layers.append({"report": asdict(r.report), "scheme": scheme, "adapter": adapter})
         metadata = {"layers": json.dumps(layers)}
         _write(self._file(index), lambda f: save_file(tensors, f, metadata))
 
@@ -92,7 +98,7 @@ class Store:
             return None
         try:
             return self._read(index)
-        except (SafetensorError, KeyError, TypeError, ValueError) as e:
+        except (SafetensorError, KeyError, TypeError, ValueError, RuntimeError) as e:
             raise ValueError(f"{self._file(index)} is damaged ({e}): delete it, and its block is computed again") from e
 
     def _read(self, index: int) -> list[Result]:
@@ -107,7 +113,14 @@ class Store:
                 else:
                     scheme = Scheme.from_dict(layer["scheme"])
                     parts = {n: tensors[n] for n in TENSOR_NAMES if n in tensors}
-                    results.append(Result(report, PackedWeight.from_tensors(parts, scheme, report.shape[1]), None))
+                    packed = PackedWeight.from_tensors(parts, scheme, report.shape[1])
+                    adapter = None
+                    if layer["adapter"] is not None:
+                        own = AdapterScheme.from_dict(layer["adapter"])
+                        adapter = Adapter.empty(packed.in_features, packed.out_features, own, scheme.dtype)
+                        parts = {n.removeprefix("adapter."): t for n, t in tensors.items() if n.startswith("adapter.")}
+                        adapter.load_state_dict(parts, assign=True)
+                    results.append(Result(report, packed, None, adapter))
         return results
 
 

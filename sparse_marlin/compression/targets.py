@@ -10,8 +10,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from ..linear import CompressedLinear
-from ..scheme import Scheme
+from ..linear import Adapter, CompressedLinear
+from ..scheme import AdapterScheme, Scheme
+from .adapters import adapter_scheme
 from .report import LayerReport
 from .solve import why_no_weight
 
@@ -23,6 +24,7 @@ class Target:
     name: str  # within the model
     scheme: Scheme
     note: str = ""
+    adapter: AdapterScheme | None = None
 
 
 def decoder_blocks(model: nn.Module) -> tuple[str, nn.ModuleList]:
@@ -59,13 +61,21 @@ def matches(name: str, patterns: list[str]) -> bool:
 
 
 def choose_targets(
-    model: nn.Module, prefix: str, skip: list[str], only: list[str], scheme: Scheme, dtype: torch.dtype | None
+    model: nn.Module,
+    prefix: str,
+    skip: list[str],
+    only: list[str],
+    scheme: Scheme,
+    dtype: torch.dtype | None,
+    adapter_rank: int | float = 0,
+    adapter_bits: int = 16,
 ) -> tuple[list[Target], list[LayerReport]]:
     """Targets in order, and a report line for every other module with a weight matrix; raises before any work."""
+    adapters = {id(part) for m in model.modules() if isinstance(m, Adapter) for part in m.modules()}
     holders = {
         name: module
         for name, module in model.named_modules(remove_duplicate=False)
-        if any(p.dim() >= 2 for p in module.parameters(recurse=False))
+        if any(p.dim() >= 2 for p in module.parameters(recurse=False)) and id(module) not in adapters
     }
     for option, patterns in (("skip", skip), ("only", only)):
         for p in patterns:
@@ -108,10 +118,12 @@ def choose_targets(
         assert isinstance(weight, Tensor)
         own = replace(scheme, dtype=dtype or scale_dtype(weight.dtype))
         fitted = own.fit(weight.shape[1])
-        if why := why_no_weight(weight) or fitted.why_not(*weight.shape):
+        adapter = adapter_scheme(adapter_rank, adapter_bits, *weight.shape)
+        why = why_no_weight(weight) or fitted.why_not(*weight.shape)
+        if why := why or (adapter.why_not(*weight.shape) if adapter else None):
             impossible.append(f"{name}: {why}")
         note = "" if fitted == own else f"in_features {weight.shape[1]} is no multiple of {own.group_size}"
-        targets.append(Target(name, fitted, note))
+        targets.append(Target(name, fitted, note, adapter))
     if impossible:
         raise ValueError("cannot compress, use skip= to leave out:\n  " + "\n  ".join(impossible))
     if not targets:
@@ -137,9 +149,17 @@ def memory_need(model: nn.Module, prefix: str, targets: list[Target], windows: l
     per_block = sum(m.in_features for m in linears) // len(blocks)  # at most: Linears that share inputs count once
     activations = tokens * (3 * hidden + per_block) * next(model.parameters()).element_size()
     solver = 4 * (7 * widest * widest + 8 * largest)
+    adapters = sum(
+        t.adapter.bits_per_weight(m.out_features, m.in_features, m.weight.dtype) * m.weight.numel() / 8
+        for t, m in zip(targets, linears, strict=True)
+        if t.adapter
+    )
+    if adapters:  # the errors of the widest stage, and the eigenvectors of one
+        solver += 4 * (3 * widest * widest + 4 * largest)
     return (
-        f"memory needed: {(weights + activations + solver) * gb:.2f} GB = model {weights * gb:.2f} + activations of "
-        f"{tokens} tokens {activations * gb:.2f} + Hessians and solver {solver * gb:.2f}"
+        f"memory needed: {(weights + adapters + activations + solver) * gb:.2f} GB = model {weights * gb:.2f}"
+        + (f" + adapters {adapters * gb:.2f}" if adapters else "")
+        + f" + activations of {tokens} tokens {activations * gb:.2f} + Hessians and solver {solver * gb:.2f}"
     )
 
 
