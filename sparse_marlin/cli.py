@@ -11,7 +11,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from rich.console import Console
@@ -21,6 +21,7 @@ from rich.table import Table
 from . import __version__, bench, checkpoints, models, runtime, samples, tuning
 from .compression import patch_model
 from .compression.solve import METHODS_24, METHODS_DENSE, check_method
+from .compression.structure import check_settings
 from .dispatch import PLAN_TOKENS, RECORDED, Device, choice_of, explain, parse_plan
 from .evaluate import evaluate
 from .scheme import GROUP_SIZES, NUM_BITS, Scheme, Sparsity
@@ -79,7 +80,14 @@ def _parser() -> argparse.ArgumentParser:
     p = command("compress", _compress, "Compress a model and save it.")
     p.add_argument("model", metavar="MODEL", help=_MODEL_HELP)
     p.add_argument("out", metavar="OUT", type=Path, help="directory to write")
-    _scheme(p)
+    _scheme(p, auto="; auto: the layers that 2:4 hurts most stay dense, with one of the next two options")
+    p.add_argument("--target-bits", type=float, metavar="X", help="stored bits per weight at most, scales included")
+    p.add_argument(
+        "--max-loss-increase",
+        type=float,
+        metavar="Y",
+        help="by how much the loss may grow, in nats per token, on the last quarter of the calibration windows",
+    )
     p.add_argument(
         "--calibration",
         default="self",
@@ -162,8 +170,13 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _scheme(p: argparse.ArgumentParser) -> None:
-    p.add_argument("--sparsity", choices=("2:4", "none"), default="2:4", help="keep two of every four weights, or all")
+def _scheme(p: argparse.ArgumentParser, auto: str = "") -> None:
+    p.add_argument(
+        "--sparsity",
+        choices=("2:4", "none", *(["auto"] if auto else [])),
+        default="2:4",
+        help=f"keep two of every four weights, or all{auto}",
+    )
     p.add_argument("--bits", type=int, choices=NUM_BITS, default=4, help="bits per kept weight")
     p.add_argument(
         "--group-size", type=int, choices=GROUP_SIZES, default=128, help="columns per scale; -1: one scale per channel"
@@ -207,8 +220,12 @@ def _device(text: str) -> torch.device:
 
 def _compress(args: argparse.Namespace) -> None:
     # Everything that could refuse is asked before the hours of work.
-    sparsity: Sparsity | None = None if args.sparsity == "none" else "2:4"
-    if args.method != "auto":
+    sparsity: Sparsity | Literal["auto"] | None = None if args.sparsity == "none" else args.sparsity
+    if sparsity == "auto":
+        check_settings(args.method, args.target_bits, args.max_loss_increase)
+    elif args.target_bits is not None or args.max_loss_increase is not None:
+        raise ValueError("--target-bits and --max-loss-increase need --sparsity auto")
+    elif args.method != "auto":
         check_method(args.method, sparsity, allow_prune_only=False)
     try:
         checkpoints.check_destination(args.out, overwrite=args.overwrite)
@@ -226,6 +243,8 @@ def _compress(args: argparse.Namespace) -> None:
         sparsity,
         args.bits,
         args.group_size,
+        target_bits=args.target_bits,
+        max_loss_increase=args.max_loss_increase,
         calibration=calibration,
         tokenizer=tokenizer,
         method=args.method,
@@ -241,6 +260,8 @@ def _compress(args: argparse.Namespace) -> None:
         on_nonfinite=args.on_nonfinite,
     )
     _out.print(report.table())
+    if report.structure:
+        _out.print(report.structure.table())
     if args.report:
         report.save(args.report)
     checkpoints.save(model, args.out, tokenizer=tokenizer, overwrite=args.overwrite)

@@ -82,6 +82,19 @@ def test_compress_options(model: str, tmp_path: Path, capsys: pytest.CaptureFixt
     assert not any("q_proj" in name for name in group["modules"])
 
 
+def test_compress_to_a_target(model: str, text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out, report = str(tmp_path / "out"), str(tmp_path / "report.json")
+    options = ["--calibration", text, "--samples", "8", "--sequence-length", "32", "--group-size", "32"]
+    auto = ["--sparsity", "auto", "--target-bits", "4", "--report", report]
+    assert main(["compress", model, out, *options, *auto]) == 0
+    printed = capsys.readouterr().out
+    assert "dense layers" in printed and "us, batch 16" in printed and "target_bits=4:" in printed
+    reached = json.loads(Path(report).read_text())["structure"]["bits_per_weight"]
+    assert 3.5 < reached <= 4
+    assert main(["inspect", out]) == 0
+    assert f"bits per compressed weight: {reached:.3f}" in capsys.readouterr().out
+
+
 def test_inspect(compressed: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["inspect", compressed]) == 0
     out = capsys.readouterr().out
@@ -274,6 +287,9 @@ def test_refusals_come_before_the_work(
         ("compress", model, out, "--calibration", str(binary)): "is not UTF-8 text",
         ("compress", model, out, "--report", str(tmp_path / "no" / "r.json")): "its directory does not exist",
         ("compress", model, out, "--method", "gptq"): "method must be one of",
+        ("compress", model, out, "--target-bits", "3.5"): "need --sparsity auto",
+        ("compress", model, out, "--sparsity", "auto"): "got neither",
+        ("compress", model, out, "--sparsity", "auto", "--target-bits", "4", "--method", "gptq"): "auto, one-shot",
         ("compress", "./missing", out): "missing does not exist",
         ("compress", str(tmp_path), out): "holds no model",
         ("compress", text, out): "is a file",

@@ -107,8 +107,12 @@ def patch_auto(
             warning says so, and the report has what was reached.
         NonFiniteError: if the original model's own loss on the held-out windows is not finite.
     """
-    _check(model, method, on_nonfinite, target_bits, max_loss_increase)
+    check_settings(method, target_bits, max_loss_increase)
+    if on_nonfinite not in ("raise", "fallback"):
+        raise ValueError(f"on_nonfinite must be 'raise' or 'fallback', got {on_nonfinite!r}")
     check_damping(damping)
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"patch_model takes an nn.Module, got {type(model).__name__}")
     prefix, blocks = decoder_blocks(model)
     if any(isinstance(m, CompressedLinear) for m in blocks.modules()):
         raise ValueError("sparsity='auto' needs a model of which nothing is compressed yet: gradients pass through it")
@@ -202,13 +206,8 @@ def patch_auto(
     return report
 
 
-def _check(
-    model: nn.Module, method: str, on_nonfinite: str, target_bits: float | None, max_loss_increase: float | None
-) -> None:
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"patch_model takes an nn.Module, got {type(model).__name__}")
-    if on_nonfinite not in ("raise", "fallback"):
-        raise ValueError(f"on_nonfinite must be 'raise' or 'fallback', got {on_nonfinite!r}")
+def check_settings(method: str, target_bits: float | None, max_loss_increase: float | None) -> None:
+    """Raises ValueError unless the method goes with both structures, and there is one target."""
     both = [m for m in METHODS_24 if m in METHODS_DENSE]
     if method != "auto" and method not in both:
         raise ValueError(
@@ -237,7 +236,7 @@ def hold_out(windows: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
     for w in windows:
         rest.append(w[:left])
         left -= len(rest[-1])
-    last = [row for w, kept in zip(windows, rest, strict=True) for row in w[len(kept) :].split(1)]
+    last = [row.unsqueeze(0) for w, kept in zip(windows, rest, strict=True) for row in w[len(kept) :]]
     rest = [w for w in rest if len(w)]
     if not rest or all(row.shape[1] < 2 for row in last):
         raise ValueError(
@@ -658,7 +657,7 @@ def search(
     for name, layer in layers.items():
         model.set_submodule(name, layer)
     if runs[-1][1] > (1 + TOLERANCE) * wanted:
-        log.warning("max_loss_increase=%g cannot be kept: %.4f was reached", wanted, runs[-1][1])
+        log.warning("max_loss_increase=%g is not kept: %.4f was reached", wanted, runs[-1][1])
     return report, runs
 
 
@@ -677,6 +676,8 @@ def _next(runs: list[tuple[int, float]], curve: Curve, wanted: float) -> int | N
     between = range(low + 1, high)
     if not between:
         return None
+    if len(runs) >= 3:  # the ratio is not what it takes: at least a quarter of what is left goes
+        between = between[len(between) // 4 : len(between) - len(between) // 4]
     # Ratios of what was measured to the curve change slowly along it: the logarithm goes between the nearest two.
     known = sorted((n, math.log(max(increase, 1e-6) / curve.at(n))) for n, increase in runs if increase < math.inf)
 
