@@ -23,7 +23,7 @@ from .compression import patch_model
 from .compression.solve import METHODS_24, METHODS_DENSE, check_method
 from .compression.structure import check_settings
 from .dispatch import PLAN_TOKENS, RECORDED, Device, choice_of, explain, parse_plan
-from .evaluate import evaluate
+from .evaluate import evaluate, evaluate_tasks, find_tasks
 from .scheme import GROUP_SIZES, NUM_BITS, Scheme, Sparsity
 
 # A table that goes into a file or a pipe need not fit the 80 columns that are assumed there.
@@ -126,13 +126,16 @@ def _parser() -> argparse.ArgumentParser:
     p.add_argument("--bits", type=int, choices=NUM_BITS, help="quantize weights that are 2:4 in floating point")
     p.add_argument("--group-size", type=int, choices=GROUP_SIZES, default=128, help="columns per scale for these")
 
-    p = command("evaluate", _evaluate, "Measure the perplexity of a model on a text.")
+    p = command("evaluate", _evaluate, "Measure the perplexity of a model on a text, or how it does at tasks.")
     p.add_argument("model", metavar="PATH", help=_MODEL_HELP)
-    p.add_argument("--text", type=Path, required=True, metavar="FILE", help="text, UTF-8")
+    what = p.add_mutually_exclusive_group(required=True)
+    what.add_argument("--text", type=Path, metavar="FILE", help="text, UTF-8")
+    what.add_argument("--tasks", nargs="+", metavar="NAME", help="tasks of lm-evaluation-harness (pip install lm-eval)")
+    p.add_argument("--task-path", type=Path, metavar="DIR", help="directory of more tasks, as YAML files")
     p.add_argument("--reference", metavar="MODEL", help="model to compare with")
     p.add_argument("--window", type=_positive, default=512, metavar="N", help="tokens per window")
     p.add_argument("--max-windows", type=_positive, metavar="N", help="windows to evaluate; default: all")
-    p.add_argument("--batch-size", type=_positive, default=1, metavar="N", help="windows per forward pass")
+    p.add_argument("--batch-size", type=_positive, default=1, metavar="N", help="windows or sequences per pass")
     p.add_argument("--report", type=Path, metavar="FILE", help="write the numbers there, as JSON")
     p.add_argument("--device", type=_device, help="where to compute, for example cuda; default: the CPU")
 
@@ -320,6 +323,12 @@ def _convert(args: argparse.Namespace) -> None:
 
 
 def _evaluate(args: argparse.Namespace) -> None:
+    numbers = _evaluate_tasks(args) if args.tasks else _evaluate_text(args)
+    if args.report:
+        args.report.write_text(json.dumps(numbers, indent=1) + "\n", encoding="utf-8")
+
+
+def _evaluate_text(args: argparse.Namespace) -> dict[str, Any]:
     text = _read_text(args.text)
     source = _find(args.model)
     tokens = source.tokenizer()(text)["input_ids"]
@@ -342,8 +351,23 @@ def _evaluate(args: argparse.Namespace) -> None:
         table.add_row("KL divergence from it, nats per token", f"{result.kl:.4f}")
         table.add_row("same likeliest token", f"{result.agreement:.1%}")
     _out.print(table)
-    if args.report:
-        args.report.write_text(json.dumps(asdict(result), indent=1) + "\n", encoding="utf-8")
+    return asdict(result)
+
+
+def _evaluate_tasks(args: argparse.Namespace) -> dict[str, Any]:
+    find_tasks(args.tasks, args.task_path)  # before the weights are read
+    source = _find(args.model)
+    tokenizer = source.tokenizer()
+    model = source.model(args.device)
+    found = evaluate_tasks(model, tokenizer, args.tasks, task_path=args.task_path, batch_size=args.batch_size)
+    table = Table(title=f"{args.model} at tasks of lm-evaluation-harness")
+    for title in ("task", "metric", "value"):
+        table.add_column(title, justify="right" if title == "value" else "left")
+    for task, metrics in found.items():
+        for metric, value in metrics.items():
+            table.add_row(task, metric, f"{value:.4f}")
+    _out.print(table)
+    return found
 
 
 def _generate(args: argparse.Namespace) -> None:

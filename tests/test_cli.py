@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import subprocess
 import sys
@@ -114,6 +115,30 @@ def test_evaluate(compressed: str, model: str, text: str, tmp_path: Path, capsys
     assert f"{numbers['perplexity']:.3f}" in capsys.readouterr().out
     assert main(["evaluate", model, "--text", text, *options]) == 0
     assert json.loads(Path(report).read_text())["perplexity"] == pytest.approx(numbers["reference_perplexity"])
+
+
+def test_evaluate_tasks(
+    compressed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked: list[Any] = []
+
+    def found(model: Any, tokenizer: Any, names: list[str], **options: Any) -> dict[str, dict[str, float]]:
+        asked.append((type(model).__name__, tokenizer("ab")["input_ids"], names, options))
+        return {"arc_easy": {"acc": 0.25, "acc_stderr": 0.01}}
+
+    monkeypatch.setattr(cli, "find_tasks", lambda *_: None)
+    monkeypatch.setattr(cli, "evaluate_tasks", found)
+    report = tmp_path / "report.json"
+    options = ["--tasks", "arc_easy", "mine", "--task-path", str(tmp_path), "--batch-size", "4"]
+    assert main(["evaluate", compressed, *options, "--report", str(report)]) == 0
+    assert asked == [
+        ("LlamaForCausalLM", [65, 66], ["arc_easy", "mine"], {"task_path": tmp_path, "batch_size": 4}),
+    ]
+    assert "0.2500" in capsys.readouterr().out
+    assert json.loads(report.read_text()) == {"arc_easy": {"acc": 0.25, "acc_stderr": 0.01}}
+    monkeypatch.undo()
+    if importlib.util.find_spec("lm_eval") is None:
+        assert "pip install lm-eval" in fails(capsys, "evaluate", compressed, "--tasks", "arc_easy")
 
 
 def test_generate(compressed: str, capsys: pytest.CaptureFixture[str]) -> None:
