@@ -9,7 +9,9 @@ WoodFisher, arXiv 2004.14340, and in mixed precision by HAWQ-V2, 1911.03852); he
 tokens, divided by their number. Both directions go a block at a time: besides the model, memory holds one block's
 activations, the hidden states between the blocks for the held-out windows, and the packed weights of both structures.
 Swapping single layers and measuring is the alternative; it takes a pass through half of the model per layer and
-structure, which is many times this for a model of hundreds of layers.
+structure, which is many times this for a model of hundreds of layers. On SmolLM2-135M, INT4 with groups of 64, eight
+sets of layers swapped alone diverged from the original by what was estimated, give or take a quarter in most cases and
+a factor of 2 at worst; estimates for all layers dense added up to 0.176 nats per token, and 0.183 were measured.
 
 Layers that are fed the very same tensor within one module (q, k and v; gate and up) get one structure, since engines
 fuse them. Sets of layers are ordered by the loss that being dense saves per bit that it costs, and dense ones are taken
