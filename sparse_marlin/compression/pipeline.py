@@ -32,6 +32,7 @@ from .store import Result, Store
 from .targets import Target, choose_targets, decoder_blocks, linear_at, memory_need, patterns, with_structures
 
 
+@torch.inference_mode(False)  # whose tensors no gradient could pass
 @torch.no_grad()
 def patch_model(
     model: nn.Module,

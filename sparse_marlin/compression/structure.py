@@ -238,7 +238,8 @@ def hold_out(windows: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
     for w in windows:
         rest.append(w[:left])
         left -= len(rest[-1])
-    last = [row.unsqueeze(0) for w, kept in zip(windows, rest, strict=True) for row in w[len(kept) :]]
+    # Copies, since no gradient passes by tensors that were made in inference mode.
+    last = [row.clone().unsqueeze(0) for w, kept in zip(windows, rest, strict=True) for row in w[len(kept) :]]
     rest = [w for w in rest if len(w)]
     if not rest or all(row.shape[1] < 2 for row in last):
         raise ValueError(
