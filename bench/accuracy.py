@@ -6,7 +6,8 @@
     python bench/accuracy.py --readme bench/results/accuracy.json  puts the table of a finished run into README.md
 
 Setting: 24 windows of 512 tokens drawn from the first half for calibration, the first 24 windows of the second half for
-evaluation, float32, symmetric INT4, group 64, damping 1 %, blocks in sequence.
+evaluation, float32, symmetric INT4, group 64, damping 1 %, blocks in sequence. auto-3.75 is calibrated on the same
+windows, and measures its losses on 8 more.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import sys
 import time
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import readme
 import results
@@ -30,33 +31,31 @@ import transformers
 
 import sparse_marlin
 from sparse_marlin.compression.solve import PRUNE_ONLY
+from sparse_marlin.compression.structure import HELD_OUT
 from sparse_marlin.evaluate import evaluate
 from sparse_marlin.samples import sample_model, sample_text
 
-# Name of a row -> sparsity and method of patch_model; None: the original model.
-METHODS: dict[str, tuple[Literal["2:4"] | None, str] | None] = {
+TARGET_BITS = 3.75  # halfway between 2:4 and dense INT4, group 64
+# Name of a row -> arguments of patch_model; None: the original model.
+METHODS: dict[str, dict[str, Any] | None] = {
     "fp": None,
-    "rtn": (None, "rtn"),
-    "gptq": (None, "gptq"),
-    "one-shot-dense": (None, "one-shot"),
-    "magnitude": ("2:4", "magnitude"),
-    "wanda": ("2:4", "wanda"),
-    "sparsegpt": ("2:4", "sparsegpt"),
-    "magnitude+rtn": ("2:4", "magnitude+rtn"),
-    "wanda+rtn": ("2:4", "wanda+rtn"),
-    "one-loop": ("2:4", "one-loop"),
-    "two-pass": ("2:4", "two-pass"),
-    "one-shot": ("2:4", "one-shot"),
-    "one-shot+adapters": ("2:4", "one-shot"),
-    "one-shot+adapters4": ("2:4", "one-shot"),
-}
-# Further arguments of patch_model, by the name of the row.
-OPTIONS: dict[str, dict[str, Any]] = {
+    **{m: {"sparsity": None, "method": m} for m in ("rtn", "gptq")},
+    "gptq+refit": {"sparsity": None, "method": "gptq", "refit": True},
+    "one-shot-dense": {"sparsity": None},
+    "one-shot-dense+refit": {"sparsity": None, "refit": True},
+    **{
+        m: {"method": m}
+        for m in ("magnitude", "wanda", "sparsegpt", "magnitude+rtn", "wanda+rtn", "one-loop", "two-pass", "one-shot")
+    },
+    "one-shot+refit": {"refit": True},
     "one-shot+adapters": {"adapter_rank": 0.1},
     "one-shot+adapters4": {"adapter_rank": 0.1, "adapter_bits": 4},
+    "one-shot+refit+adapters4": {"refit": True, "adapter_rank": 0.1, "adapter_bits": 4},
+    f"auto-{TARGET_BITS}": {"sparsity": "auto", "target_bits": TARGET_BITS},
 }
-DEFAULT = ("fp", "gptq", "one-shot-dense", "magnitude+rtn", "two-pass", "one-shot")
+DEFAULT = ("fp", "gptq", "one-shot-dense", "magnitude+rtn", "two-pass", "one-shot", "one-shot+refit")
 WINDOW = 512
+KINDS = {"none": "", "2:4": "2:4 ", "auto": "2:4 and dense "}  # of weights, as the table says
 
 
 def main() -> None:
@@ -83,8 +82,10 @@ def main() -> None:
     half = len(text) // 2
     first, second = (torch.tensor(tokenizer(t)["input_ids"]) for t in (text[:half], text[half:]))
     generator = torch.Generator().manual_seed(args.seed)
-    starts = torch.randint(0, len(first) - WINDOW, (args.calibration_windows,), generator=generator)
-    calibration = [first[s : s + WINDOW].unsqueeze(0) for s in starts.tolist()]
+    calibration, held_out = (
+        [first[s : s + WINDOW].unsqueeze(0) for s in torch.randint(0, len(first) - WINDOW, (n,), generator=generator)]
+        for n in (args.calibration_windows, args.calibration_windows // (HELD_OUT - 1))
+    )
 
     rows: list[dict[str, Any]] = []
     for name in args.methods:
@@ -95,17 +96,13 @@ def main() -> None:
         how = METHODS[name]
         bits: float = 32
         if how is not None:
-            sparsity, method = how
             report = sparse_marlin.patch_model(
                 subject,
-                sparsity,
                 group_size=args.group_size,
-                calibration=calibration,
-                method=method,
-                damping=0.01,
-                **OPTIONS.get(name, {}),
+                calibration=[*calibration, *held_out] if how.get("sparsity") == "auto" else calibration,
+                **{"refit": False, **how},
             )
-            bits = 32 if method in PRUNE_ONLY else report.bits_per_weight
+            bits = 32 if how.get("method") in PRUNE_ONLY else report.bits_per_weight
         minutes = (time.perf_counter() - began) / 60
         found = evaluate(
             subject, second, WINDOW, max_windows=args.evaluation_windows, reference=None if how is None else model
@@ -120,7 +117,9 @@ def main() -> None:
                 "minutes": minutes,
                 "peak_gb": _peak_gb(args.device),
                 "bits": bits,
-                "sparsity": "none" if how is None or how[0] is None else how[0],
+                "sparsity": (how or {"sparsity": None}).get("sparsity", "2:4") or "none",
+                "calibration_windows": args.calibration_windows,
+                "commit": results.commit(),
             }
         )
         print(
@@ -138,11 +137,20 @@ def table_of(found: dict[str, Any]) -> tuple[tuple[str, ...], list[tuple[str, ..
     Not the minutes: the file does not say what else ran on the machine.
     """
     meta, rows = found["meta"], found["rows"]
-    columns = ("method", "weights", "bits per weight", "perplexity", "KL to the original", "same likeliest token")
+    columns = (
+        "method",
+        "calibration windows",
+        "weights",
+        "bits per weight",
+        "perplexity",
+        "KL to the original",
+        "same likeliest token",
+    )
     cells = [
         (
             "original" if r["method"] == "fp" else f"`{r['method']}`",
-            f"{'2:4 ' if r['sparsity'] == '2:4' else ''}{'float32' if r['bits'] == 32 else 'INT4'}",
+            "" if r["method"] == "fp" else str(r["calibration_windows"]),
+            f"{KINDS[r['sparsity']]}{'float32' if r['bits'] == 32 else 'INT4'}",
             f"{r['bits']:.2f}",
             f"{r['perplexity']:.2f}",
             f"{r['kl']:.3f}",
@@ -151,10 +159,10 @@ def table_of(found: dict[str, Any]) -> tuple[tuple[str, ...], list[tuple[str, ..
         for r in rows
     ]
     caption = (
-        f"{rows[0]['model']}, group {meta['group_size']}, float32; {meta['calibration_windows']} calibration and "
-        f"{meta['evaluation_windows']} evaluation windows of {meta['window']} tokens from the two halves of "
-        f"{meta['text']}, seed {meta['seed']}. {meta['device']}, torch {meta['torch']}, transformers "
-        f"{meta['transformers']}, commit {meta['commit'][:9]}, {meta['date'][:10]}."
+        f"{rows[0]['model']}, group {meta['group_size']}, float32; calibrated on windows of {meta['window']} tokens "
+        f"of the first half of {meta['text']}, evaluated on {meta['evaluation_windows']} of the second, seed "
+        f"{meta['seed']}. {meta['device']}, torch {meta['torch']}, transformers {meta['transformers']}, "
+        f"{meta['date'][:10]}."
     )
     return columns, cells, caption
 
@@ -162,7 +170,6 @@ def table_of(found: dict[str, Any]) -> tuple[tuple[str, ...], list[tuple[str, ..
 def _write(args: argparse.Namespace, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Writes the file anew; the rows in it, which may have come from several runs."""
     setting = {
-        "commit": results.commit(),
         "device": _device(args.device),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
@@ -170,17 +177,18 @@ def _write(args: argparse.Namespace, rows: list[dict[str, Any]]) -> list[dict[st
         "python": platform.python_version(),
         "text": args.text.name if args.text else "pydoc_data.topics",
         "group_size": args.group_size,
-        "calibration_windows": args.calibration_windows,
         "evaluation_windows": args.evaluation_windows,
         "window": WINDOW,
         "seed": args.seed,
     }
-    merged = {r["method"]: r for r in rows}
     if args.json.exists():
         before = json.loads(args.json.read_text(encoding="utf-8"))
         if setting.items() <= before["meta"].items():
-            merged = {r["method"]: r for r in before["rows"]} | merged
-    rows = [merged[name] for name in METHODS if name in merged]
+            shared = {k: before["meta"][k] for k in ("calibration_windows", "commit") if k in before["meta"]}
+            rows = [*(shared | r for r in before["rows"]), *rows]
+    merged = {(r["method"], r["calibration_windows"]): r for r in rows}
+    order = list(METHODS)
+    rows = [merged[key] for key in sorted(merged, key=lambda key: (order.index(key[0]), key[1]))]
     command = results.command("bench/accuracy.py", sys.argv[1:])
     run = {"date": datetime.now(timezone.utc).isoformat(timespec="seconds"), "command": command}
     args.json.parent.mkdir(parents=True, exist_ok=True)

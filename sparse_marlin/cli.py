@@ -11,7 +11,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from rich.console import Console
@@ -21,8 +21,9 @@ from rich.table import Table
 from . import __version__, bench, checkpoints, models, runtime, samples, tuning
 from .compression import patch_model
 from .compression.solve import METHODS_24, METHODS_DENSE, check_method
+from .compression.structure import check_settings
 from .dispatch import PLAN_TOKENS, RECORDED, Device, choice_of, explain, parse_plan
-from .evaluate import evaluate
+from .evaluate import evaluate, evaluate_tasks, find_tasks
 from .scheme import ADAPTER_BITS, GROUP_SIZES, NUM_BITS, Scheme, Sparsity
 
 # A table that goes into a file or a pipe need not fit the 80 columns that are assumed there.
@@ -79,7 +80,14 @@ def _parser() -> argparse.ArgumentParser:
     p = command("compress", _compress, "Compress a model and save it.")
     p.add_argument("model", metavar="MODEL", help=_MODEL_HELP)
     p.add_argument("out", metavar="OUT", type=Path, help="directory to write")
-    _scheme(p)
+    _scheme(p, auto="; auto: the layers that 2:4 hurts most stay dense, with one of the next two options")
+    p.add_argument("--target-bits", type=float, metavar="X", help="stored bits per weight at most, scales included")
+    p.add_argument(
+        "--max-loss-increase",
+        type=float,
+        metavar="Y",
+        help="by how much the loss may grow, in nats per token, on the last quarter of the calibration windows",
+    )
     p.add_argument(
         "--calibration",
         default="self",
@@ -129,13 +137,16 @@ def _parser() -> argparse.ArgumentParser:
         "--lora", type=Path, metavar="DIR", help="write low-rank adapters there, as a LoRA in the files of PEFT"
     )
 
-    p = command("evaluate", _evaluate, "Measure the perplexity of a model on a text.")
+    p = command("evaluate", _evaluate, "Measure the perplexity of a model on a text, or how it does at tasks.")
     p.add_argument("model", metavar="PATH", help=_MODEL_HELP)
-    p.add_argument("--text", type=Path, required=True, metavar="FILE", help="text, UTF-8")
+    what = p.add_mutually_exclusive_group(required=True)
+    what.add_argument("--text", type=Path, metavar="FILE", help="text, UTF-8")
+    what.add_argument("--tasks", nargs="+", metavar="NAME", help="tasks of lm-evaluation-harness (pip install lm-eval)")
+    p.add_argument("--task-path", type=Path, metavar="DIR", help="directory of more tasks, as YAML files")
     p.add_argument("--reference", metavar="MODEL", help="model to compare with")
     p.add_argument("--window", type=_positive, default=512, metavar="N", help="tokens per window")
     p.add_argument("--max-windows", type=_positive, metavar="N", help="windows to evaluate; default: all")
-    p.add_argument("--batch-size", type=_positive, default=1, metavar="N", help="windows per forward pass")
+    p.add_argument("--batch-size", type=_positive, default=1, metavar="N", help="windows or sequences per pass")
     p.add_argument("--report", type=Path, metavar="FILE", help="write the numbers there, as JSON")
     p.add_argument("--device", type=_device, help="where to compute, for example cuda; default: the CPU")
 
@@ -173,8 +184,13 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _scheme(p: argparse.ArgumentParser) -> None:
-    p.add_argument("--sparsity", choices=("2:4", "none"), default="2:4", help="keep two of every four weights, or all")
+def _scheme(p: argparse.ArgumentParser, auto: str = "") -> None:
+    p.add_argument(
+        "--sparsity",
+        choices=("2:4", "none", *(["auto"] if auto else [])),
+        default="2:4",
+        help=f"keep two of every four weights, or all{auto}",
+    )
     p.add_argument("--bits", type=int, choices=NUM_BITS, default=4, help="bits per kept weight")
     p.add_argument(
         "--group-size", type=int, choices=GROUP_SIZES, default=128, help="columns per scale; -1: one scale per channel"
@@ -222,8 +238,12 @@ def _device(text: str) -> torch.device:
 
 def _compress(args: argparse.Namespace) -> None:
     # Everything that could refuse is asked before the hours of work.
-    sparsity: Sparsity | None = None if args.sparsity == "none" else "2:4"
-    if args.method != "auto":
+    sparsity: Sparsity | Literal["auto"] | None = None if args.sparsity == "none" else args.sparsity
+    if sparsity == "auto":
+        check_settings(args.method, args.target_bits, args.max_loss_increase)
+    elif args.target_bits is not None or args.max_loss_increase is not None:
+        raise ValueError("--target-bits and --max-loss-increase need --sparsity auto")
+    elif args.method != "auto":
         check_method(args.method, sparsity, allow_prune_only=False)
     try:
         checkpoints.check_destination(args.out, overwrite=args.overwrite)
@@ -241,6 +261,8 @@ def _compress(args: argparse.Namespace) -> None:
         sparsity,
         args.bits,
         args.group_size,
+        target_bits=args.target_bits,
+        max_loss_increase=args.max_loss_increase,
         calibration=calibration,
         tokenizer=tokenizer,
         method=args.method,
@@ -258,6 +280,8 @@ def _compress(args: argparse.Namespace) -> None:
         adapter_bits=args.adapter_bits,
     )
     _out.print(report.table())
+    if report.structure:
+        _out.print(report.structure.table())
     if args.report:
         report.save(args.report)
     checkpoints.save(model, args.out, tokenizer=tokenizer, overwrite=args.overwrite)
@@ -316,6 +340,12 @@ def _convert(args: argparse.Namespace) -> None:
 
 
 def _evaluate(args: argparse.Namespace) -> None:
+    numbers = _evaluate_tasks(args) if args.tasks else _evaluate_text(args)
+    if args.report:
+        args.report.write_text(json.dumps(numbers, indent=1) + "\n", encoding="utf-8")
+
+
+def _evaluate_text(args: argparse.Namespace) -> dict[str, Any]:
     text = _read_text(args.text)
     source = _find(args.model)
     tokens = source.tokenizer()(text)["input_ids"]
@@ -338,8 +368,23 @@ def _evaluate(args: argparse.Namespace) -> None:
         table.add_row("KL divergence from it, nats per token", f"{result.kl:.4f}")
         table.add_row("same likeliest token", f"{result.agreement:.1%}")
     _out.print(table)
-    if args.report:
-        args.report.write_text(json.dumps(asdict(result), indent=1) + "\n", encoding="utf-8")
+    return asdict(result)
+
+
+def _evaluate_tasks(args: argparse.Namespace) -> dict[str, Any]:
+    find_tasks(args.tasks, args.task_path)  # before the weights are read
+    source = _find(args.model)
+    tokenizer = source.tokenizer()
+    model = source.model(args.device)
+    found = evaluate_tasks(model, tokenizer, args.tasks, task_path=args.task_path, batch_size=args.batch_size)
+    table = Table(title=f"{args.model} at tasks of lm-evaluation-harness")
+    for title in ("task", "metric", "value"):
+        table.add_column(title, justify="right" if title == "value" else "left")
+    for task, metrics in found.items():
+        for metric, value in metrics.items():
+            table.add_row(task, metric, f"{value:.4f}")
+    _out.print(table)
+    return found
 
 
 def _generate(args: argparse.Namespace) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from math import ceil, inf
 
 import torch
@@ -137,6 +138,14 @@ class Problem:
         return f"M={self.M} N={self.N} K={self.K}, {self.scheme}, {str(self.dtype).removeprefix('torch.')}"
 
 
+# The INT4 kernels of sm_90 that _HOPPER is fitted to, as csrc/common/instances_sm90.cuh has them.
+RECORDED_KERNELS = tuple(
+    Kernel(f"sm90_{rows}x{tokens}", 90, 90, tokens, rows, rates.k_tile, (220 << 10) // blocks, blocks)
+    for (rows, tokens), rates in _HOPPER.items()
+    for blocks in [2 if rows == 128 and tokens <= 32 else 1]
+)
+
+
 STREAM_K, WHOLE = 0, 1  # csrc/gemm.h
 
 
@@ -225,6 +234,17 @@ def choose(problem: Problem, device: Device, kernels: Sequence[Kernel]) -> Confi
     """The fastest configuration, or None if no kernel can run the problem."""
     first = next(iter(configurations(problem, device, kernels)), None)
     return first if isinstance(first, Config) else None
+
+
+@cache
+def recorded_us(tokens: int, N: int, K: int, scheme: Scheme, device: str = "h200") -> float:
+    """Microseconds that a float16 product with a weight [N, K] should take on a recorded GPU, by its best kernel.
+
+    Needs neither a GPU nor the extension: kernels are those of :data:`RECORDED_KERNELS`.
+    """
+    config = choose(Problem(tokens, N, K, scheme, torch.float16), RECORDED[device], RECORDED_KERNELS)
+    assert config is not None
+    return config.microseconds
 
 
 def explain(problem: Problem, device: Device, kernels: Sequence[Kernel]) -> str:

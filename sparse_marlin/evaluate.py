@@ -1,10 +1,14 @@
-"""How well a model predicts a text, and how far it has moved from a reference."""
+"""How well a model predicts a text, how far it has moved from a reference, and how it does at tasks."""
 
 from __future__ import annotations
 
+import difflib
+import importlib.util
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -114,6 +118,67 @@ def perplexity(
 ) -> float:
     """The perplexity alone; see :func:`evaluate`."""
     return evaluate(model, tokens, window, max_windows=max_windows, batch_size=batch_size, progress=progress).perplexity
+
+
+def find_tasks(names: Sequence[str], task_path: str | Path | None = None) -> Any:
+    """The task manager of lm-evaluation-harness, once all names are known to it.
+
+    Args:
+        names: tasks, or groups of them.
+        task_path: a directory with more tasks as YAML files, which may name Python code beside them that is run.
+
+    Raises:
+        ImportError: if lm-evaluation-harness is not installed.
+        FileNotFoundError: if ``task_path`` is no directory.
+        ValueError: if a name is unknown.
+    """
+    if importlib.util.find_spec("lm_eval") is None:
+        raise ImportError("tasks are run by lm-evaluation-harness, which is not installed: pip install lm-eval")
+    if task_path is not None and not Path(task_path).is_dir():
+        raise FileNotFoundError(f"{task_path} is not a directory with tasks")
+    from lm_eval.tasks import TaskManager
+
+    manager = TaskManager(include_path=None if task_path is None else str(task_path))
+    known = manager.all_tasks
+    for name in names:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=4)
+            raise ValueError(f"there is no task {name!r}; near matches: {', '.join(near) or 'none'}")
+    return manager
+
+
+def evaluate_tasks(
+    model: nn.Module,
+    tokenizer: Any,
+    names: Sequence[str],
+    *,
+    task_path: str | Path | None = None,
+    batch_size: int = 1,
+) -> dict[str, dict[str, float]]:
+    """Runs tasks of lm-evaluation-harness on a causal LM of transformers, compressed or not, where it is.
+
+    Args:
+        model: through the harness's own interface to transformers (``HFLM``).
+        tokenizer: the model's.
+        names, task_path: as for :func:`find_tasks`. Most tasks fetch their data from the Hugging Face hub.
+        batch_size: sequences per forward pass.
+
+    Returns:
+        Metrics by task, and by their names in the harness, standard errors included.
+
+    Raises:
+        ImportError, FileNotFoundError, ValueError: as :func:`find_tasks`.
+    """
+    manager = find_tasks(names, task_path)
+    from lm_eval import simple_evaluate
+    from lm_eval.models.huggingface import HFLM
+
+    lm = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size)
+    found = simple_evaluate(lm, tasks=list(names), task_manager=manager, log_samples=False)
+    return {
+        task: {key.removesuffix(",none"): float(x) for key, x in metrics.items() if isinstance(x, (int, float))}
+        for task, metrics in found["results"].items()
+    }
 
 
 def _log_probabilities(targets: Tensor, logits: list[Tensor]) -> Iterator[list[Tensor]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import subprocess
 import sys
@@ -82,6 +83,19 @@ def test_compress_options(model: str, tmp_path: Path, capsys: pytest.CaptureFixt
     assert not any("q_proj" in name for name in group["modules"])
 
 
+def test_compress_to_a_target(model: str, text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out, report = str(tmp_path / "out"), str(tmp_path / "report.json")
+    options = ["--calibration", text, "--samples", "8", "--sequence-length", "32", "--group-size", "32"]
+    auto = ["--sparsity", "auto", "--target-bits", "4", "--report", report]
+    assert main(["compress", model, out, *options, *auto]) == 0
+    printed = capsys.readouterr().out
+    assert "dense layers" in printed and "us, batch 16" in printed and "target_bits=4:" in printed
+    reached = json.loads(Path(report).read_text())["structure"]["bits_per_weight"]
+    assert 3.5 < reached <= 4
+    assert main(["inspect", out]) == 0
+    assert f"bits per compressed weight: {reached:.3f}" in capsys.readouterr().out
+
+
 def test_inspect(compressed: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["inspect", compressed]) == 0
     out = capsys.readouterr().out
@@ -101,6 +115,30 @@ def test_evaluate(compressed: str, model: str, text: str, tmp_path: Path, capsys
     assert f"{numbers['perplexity']:.3f}" in capsys.readouterr().out
     assert main(["evaluate", model, "--text", text, *options]) == 0
     assert json.loads(Path(report).read_text())["perplexity"] == pytest.approx(numbers["reference_perplexity"])
+
+
+def test_evaluate_tasks(
+    compressed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked: list[Any] = []
+
+    def found(model: Any, tokenizer: Any, names: list[str], **options: Any) -> dict[str, dict[str, float]]:
+        asked.append((type(model).__name__, tokenizer("ab")["input_ids"], names, options))
+        return {"arc_easy": {"acc": 0.25, "acc_stderr": 0.01}}
+
+    monkeypatch.setattr(cli, "find_tasks", lambda *_: None)
+    monkeypatch.setattr(cli, "evaluate_tasks", found)
+    report = tmp_path / "report.json"
+    options = ["--tasks", "arc_easy", "mine", "--task-path", str(tmp_path), "--batch-size", "4"]
+    assert main(["evaluate", compressed, *options, "--report", str(report)]) == 0
+    assert asked == [
+        ("LlamaForCausalLM", [65, 66], ["arc_easy", "mine"], {"task_path": tmp_path, "batch_size": 4}),
+    ]
+    assert "0.2500" in capsys.readouterr().out
+    assert json.loads(report.read_text()) == {"arc_easy": {"acc": 0.25, "acc_stderr": 0.01}}
+    monkeypatch.undo()
+    if importlib.util.find_spec("lm_eval") is None:
+        assert "pip install lm-eval" in fails(capsys, "evaluate", compressed, "--tasks", "arc_easy")
 
 
 def test_generate(compressed: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -274,6 +312,9 @@ def test_refusals_come_before_the_work(
         ("compress", model, out, "--calibration", str(binary)): "is not UTF-8 text",
         ("compress", model, out, "--report", str(tmp_path / "no" / "r.json")): "its directory does not exist",
         ("compress", model, out, "--method", "gptq"): "method must be one of",
+        ("compress", model, out, "--target-bits", "3.5"): "need --sparsity auto",
+        ("compress", model, out, "--sparsity", "auto"): "got neither",
+        ("compress", model, out, "--sparsity", "auto", "--target-bits", "4", "--method", "gptq"): "auto, one-shot",
         ("compress", "./missing", out): "missing does not exist",
         ("compress", str(tmp_path), out): "holds no model",
         ("compress", text, out): "is a file",

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import replace
+from math import log
+from pathlib import Path
 
 import pytest
 import torch
@@ -26,6 +29,7 @@ from sparse_marlin.dispatch import (
     parse_plan,
     plan,
     plan_text,
+    recorded_us,
     schedules,
     why_not,
 )
@@ -237,3 +241,22 @@ def test_reads_what_the_extension_tells() -> None:
     )
     device = Device.parse("H200", [90, 132, 232448, 233472, 1980000, 3201000, 6016, 66, 39, 30, 22, 17, 15, 15])
     assert replace(device, name=H200.name) == H200
+
+
+def test_recorded_times_are_near_those_that_were_measured() -> None:
+    """Of one decoding step on an H200, without one."""
+    results = Path(__file__).parents[1] / "bench" / "results" / "h200" / "compare.json"
+    errors = []
+    for row in json.loads(results.read_text(encoding="utf-8"))["rows"]:
+        if row["impl"] == "sparse_marlin" and row["dtype"] == "float16" and row["M"] in (1, 16):
+            scheme = Scheme(row["bits"], row["group_size"], None if row["sparsity"] == "none" else "2:4")
+            errors.append(log(recorded_us(row["M"], row["N"], row["K"], scheme) / row["us"]))
+    assert len(errors) >= 36
+    assert abs(sum(errors) / len(errors)) < 0.05
+    assert max(map(abs, errors)) < 0.4
+
+
+def test_recorded_times_know_every_scheme() -> None:
+    for bits, group in [(4, 32), (4, -1), (8, 128)]:
+        dense, sparse = (recorded_us(1, 8192, 8192, Scheme(bits, group, s)) for s in (None, "2:4"))
+        assert 0 < sparse < dense

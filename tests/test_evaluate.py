@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import importlib.util
+import json
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
 import saved
 import torch
 
-from sparse_marlin.evaluate import evaluate, perplexity
+from sparse_marlin.evaluate import evaluate, evaluate_tasks, perplexity
 
 
 def tokens(count: int, seed: int = 0) -> torch.Tensor:
@@ -99,3 +102,58 @@ def test_refusals(text: torch.Tensor, options: dict[str, Any], message: str) -> 
 def test_vocabularies_must_agree() -> None:
     with pytest.raises(ValueError, match="the reference has 128 logits, the model 96"):
         evaluate(saved.llama(), tokens(64), 32, reference=saved.llama(vocab_size=128), progress=False)
+
+
+TASK = """
+task: next_letter
+dataset_path: json
+dataset_kwargs:
+  data_files: {{test: {folder}/questions.jsonl}}
+  cache_dir: {folder}/cache
+test_split: test
+output_type: multiple_choice
+doc_to_text: question
+doc_to_choice: choices
+doc_to_target: answer
+target_delimiter: ""
+metric_list: [{{metric: acc}}]
+"""
+
+
+@pytest.fixture
+def next_letter(tmp_path: Path) -> list[dict[str, Any]]:
+    """A task of multiple choice in a folder, and its questions."""
+    questions = [
+        {"question": "abcd"[i:] + "efgh"[: i + 1], "choices": ["ij", "zz", "A"], "answer": i % 3} for i in range(4)
+    ]
+    (tmp_path / "questions.jsonl").write_text("".join(json.dumps(q) + "\n" for q in questions))
+    (tmp_path / "next_letter.yaml").write_text(TASK.format(folder=tmp_path))
+    return questions
+
+
+def test_tasks_of_the_harness(next_letter: list[dict[str, Any]], tmp_path: Path) -> None:
+    """On a compressed model; the likeliest choice counts, by the sum of its tokens' log-probabilities."""
+    pytest.importorskip("lm_eval", reason="lm-evaluation-harness is not installed: pip install lm-eval")
+    model, tokenizer = saved.compress_blocks(saved.llama()), saved.tokenizer()
+    tokenizer.eos_token = tokenizer.unk_token  # the harness wants a token that ends a text
+    right = 0
+    for q in next_letter:
+        scores = []
+        for choice in q["choices"]:
+            ids = torch.tensor(tokenizer(q["question"] + choice)["input_ids"])
+            rows = range(len(ids) - len(choice) - 1, len(ids) - 1)
+            log_p = log_probabilities(model, ids)
+            scores.append(sum(float(log_p[row, ids[row + 1]]) for row in rows))
+        right += scores.index(max(scores)) == q["answer"]
+    found = evaluate_tasks(model, tokenizer, ["next_letter"], task_path=tmp_path)
+    assert found["next_letter"]["acc"] == right / 4
+    with pytest.raises(ValueError, match=r"no task 'next_leter'; near matches: .*next_letter"):
+        evaluate_tasks(model, tokenizer, ["next_leter"], task_path=tmp_path)
+    with pytest.raises(FileNotFoundError, match="is not a directory"):
+        evaluate_tasks(model, tokenizer, ["next_letter"], task_path=tmp_path / "missing")
+
+
+def test_tasks_without_the_harness(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
+    with pytest.raises(ImportError, match="pip install lm-eval"):
+        evaluate_tasks(saved.llama(), saved.tokenizer(), ["arc_easy"])

@@ -4,7 +4,8 @@
     python bench/kernels/calibrate.py --fit bench/results/h200/calibration.json              anywhere: prints constants
 
 The fit weighs what is near the fastest of its problem most, and decoding with small batches more than the rest: the
-model has to rank those, and nothing else. It prints how much slower the model's choices are than the fastest that was measured.
+model has to rank those, and nothing else. It prints how much slower the model's choices are than the fastest that was
+measured.
 """
 
 from __future__ import annotations

@@ -14,11 +14,11 @@ from ..scheme import Scheme, Sparsity
 from .adapters import adapter_scheme, check_adapter, compress_with_adapters
 from .hessian import Hessian, NonFiniteError
 from .pipeline import compressed_layer, patch_model
-from .report import LayerReport, Report
+from .report import LayerReport, Report, Structure
 from .solve import check_damping, check_method, default_method, why_no_weight
 from .targets import scale_dtype
 
-__all__ = ["Hessian", "LayerReport", "NonFiniteError", "Report", "compress", "patch_model"]
+__all__ = ["Hessian", "LayerReport", "NonFiniteError", "Report", "Structure", "compress", "patch_model"]
 
 log = logging.getLogger("sparse_marlin")
 

@@ -60,10 +60,7 @@ def capture(
 
         return forward
 
-    wrapped = [vars(block).get("forward") for block in blocks]  # accelerate, for one, puts its hooks there
-    for index, block in enumerate(blocks):
-        block.forward = stand_in(index, block)
-    try:
+    with _replaced(blocks, stand_in):
         where = next(model.parameters()).device
         for window in windows:
             try:
@@ -71,13 +68,67 @@ def capture(
             except _Captured:
                 continue
             raise ValueError(f"{type(model).__name__} did not call all of its {len(blocks)} blocks")
+    return hidden, calls
+
+
+@contextmanager
+def _replaced(blocks: nn.ModuleList, stand_in: Callable[[int, nn.Module], Callable[..., Any]]) -> Iterator[None]:
+    """Has stand-ins for the blocks' forwards for a while."""
+    wrapped = [vars(block).get("forward") for block in blocks]  # accelerate, for one, puts its hooks there
+    for index, block in enumerate(blocks):
+        block.forward = stand_in(index, block)
+    try:
+        yield
     finally:
         for block, forward in zip(blocks, wrapped, strict=True):
             if forward is None:
                 del block.forward
             else:
                 block.forward = forward
-    return hidden, calls
+
+
+@contextmanager
+def without_blocks(
+    model: nn.Module, blocks: nn.ModuleList, tails: list[tuple[Any, ...] | None], device: torch.device | str | None
+) -> Iterator[Callable[[Tensor, Tensor], Tensor]]:
+    """Yields a function from a window [B, T] and the last block's hidden states to the logits [B, T, V].
+
+    That runs the model's own forward without its blocks: whatever it does after them, final norm and head. All of the
+    model that is outside the blocks is on ``device`` meanwhile.
+
+    Args:
+        tails: what each block returns after the hidden states; None where it returns no tuple.
+    """
+    last: list[Tensor] = []
+
+    def stand_in(index: int, _block: nn.Module) -> Callable[..., Any]:
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            x = args[0] if args else kwargs["hidden_states"]
+            if index + 1 == len(blocks):
+                x = last[0]
+            tail = tails[index]
+            return x if tail is None else (x, *tail)
+
+        return forward
+
+    def logits(window: Tensor, hidden: Tensor) -> Tensor:
+        where = next(iter(outside)).device
+        last[:] = [hidden.to(where)]
+        out = model(input_ids=window.to(where), use_cache=False)
+        result: Tensor = getattr(out, "logits", out)
+        return result
+
+    inside = {id(t) for t in (*blocks.parameters(), *blocks.buffers())}
+    outside = [t for t in (*model.parameters(), *model.buffers()) if id(t) not in inside]
+    homes = [t.data for t in outside]
+    with _replaced(blocks, stand_in):
+        try:
+            for t in outside if device is not None else []:
+                t.data = t.data.to(device)
+            yield logits
+        finally:
+            for t, home in zip(outside, homes, strict=True):
+                t.data = home
 
 
 def _share(new: Any, old: Any) -> Any:
@@ -120,10 +171,14 @@ def moved(block: nn.Module, device: torch.device | str | None) -> Iterator[torch
         block.to(home)
 
 
-def run(block: nn.Module, hidden: Tensor, call: Call, where: torch.device) -> Tensor:
-    out = block(to_device(hidden, where), *to_device(call.args, where), **to_device(call.kwargs, where))
-    result: Tensor = out[0] if isinstance(out, tuple) else out
-    return result
+def call(block: nn.Module, hidden: Tensor, how: Call, where: torch.device) -> tuple[Tensor, tuple[Any, ...] | None]:
+    """The block's hidden states, and what it returns after them; None if it returns no tuple."""
+    out = block(to_device(hidden, where), *to_device(how.args, where), **to_device(how.kwargs, where))
+    return (out[0], tuple(out[1:])) if isinstance(out, tuple) else (out, None)
+
+
+def run(block: nn.Module, hidden: Tensor, how: Call, where: torch.device) -> Tensor:
+    return call(block, hidden, how, where)[0]
 
 
 class Inputs:

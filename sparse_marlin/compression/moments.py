@@ -103,8 +103,8 @@ def collect(
                 except NonFiniteError as e:
                     if on_nonfinite == "raise":
                         raise NonFiniteError(
-                            f"the inputs of {', '.join(names)} are not finite: {e}; layers before these are "
-                            "compressed already. on_nonfinite='fallback' rounds such layers to nearest"
+                            f"the inputs of {', '.join(names)} are not finite: {e}; layers before these "
+                            "may be compressed already. on_nonfinite='fallback' rounds such layers to nearest"
                         ) from None
                     for name in names:
                         collected.broken[name] = "inputs not finite: rounded to nearest"

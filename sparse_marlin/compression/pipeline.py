@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -30,16 +30,19 @@ from .solve import (
     output_error,
 )
 from .store import Result, Store
-from .targets import Target, choose_targets, decoder_blocks, linear_at, memory_need, patterns
+from .targets import Target, choose_targets, decoder_blocks, linear_at, memory_need, patterns, with_structures
 
 
+@torch.inference_mode(False)  # whose tensors no gradient could pass
 @torch.no_grad()
 def patch_model(
     model: nn.Module,
-    sparsity: Sparsity | None = "2:4",
+    sparsity: Sparsity | Literal["auto"] | Mapping[str, Sparsity | None] | None = "2:4",
     bits: int = 4,
     group_size: int = 128,
     *,
+    target_bits: float | None = None,
+    max_loss_increase: float | None = None,
     calibration: Any = None,
     tokenizer: Any = None,
     method: str = "auto",
@@ -64,10 +67,14 @@ def patch_model(
 
     Args:
         model: a Hugging Face causal LM, or any module that takes ``input_ids`` and holds its blocks in a ModuleList.
-        sparsity: ``"2:4"`` or None for dense.
+        sparsity: ``"2:4"``, None for dense, a mapping from the name of every layer to either, or ``"auto"``: the layers
+            that 2:4 hurts most stay dense, see :mod:`~sparse_marlin.compression.structure`.
         bits: 4 or 8.
         group_size: columns per scale: 32, 64, 128, or -1 for one scale per output channel. A layer whose in_features
             is no multiple of it gets the largest smaller size that fits, and the report says so.
+        target_bits: with ``"auto"``: stored bits per weight over all compressed layers, scales included, at most.
+        max_loss_increase: with ``"auto"``, instead: by how much the mean next-token loss may grow, in nats per token,
+            measured on the last quarter of the calibration windows, which are held out for this.
         calibration: token tensors [B, T], texts, or a dataset with ``input_ids`` or ``text``; None samples tokens from
             the model itself. See :func:`~sparse_marlin.compression.calibration.calibration_windows`.
         tokenizer: for texts.
@@ -98,24 +105,57 @@ def patch_model(
         ValueError: for settings, layers or calibration data that cannot work; the model is unchanged then.
         NonFiniteError: for non-finite inputs of a layer, named, with ``on_nonfinite="raise"``.
     """
-    scheme = Scheme(bits, group_size, sparsity, dtype=dtype or torch.float16)
-    method = default_method(sparsity, calibrated=True) if method == "auto" else method
-    check_method(method, sparsity, allow_prune_only=True)
+    check_adapter(adapter_rank, adapter_bits, method)
+    if sparsity == "auto":
+        if adapter_rank:
+            raise ValueError("adapter_rank does not go with sparsity='auto', which chooses by the weights' own size")
+        from .structure import patch_auto  # which calls this function in turn
+
+        return patch_auto(
+            model,
+            bits,
+            group_size,
+            target_bits=target_bits,
+            max_loss_increase=max_loss_increase,
+            calibration=calibration,
+            tokenizer=tokenizer,
+            method=method,
+            skip=skip,
+            only=only,
+            dtype=dtype,
+            damping=damping,
+            num_samples=num_samples,
+            sequence_length=sequence_length,
+            seed=seed,
+            device=device,
+            checkpoint_dir=checkpoint_dir,
+            progress=progress,
+            on_nonfinite=on_nonfinite,
+        )
+    if target_bits is not None or max_loss_increase is not None:
+        raise ValueError(f"target_bits and max_loss_increase need sparsity='auto', got sparsity={sparsity!r:.80}")
+    structures = ([*sparsity.values()] or [None]) if isinstance(sparsity, Mapping) else [sparsity]
+    schemes = [Scheme(bits, group_size, s, dtype=dtype or torch.float16) for s in structures]
+    scheme = next((s for s in schemes if s.sparsity), schemes[0])
+    method = default_method(scheme.sparsity, calibrated=True) if method == "auto" else method
+    for s in {s.sparsity: s for s in schemes}:
+        check_method(method, s, allow_prune_only=True)
     if on_nonfinite not in ("raise", "fallback"):
         raise ValueError(f"on_nonfinite must be 'raise' or 'fallback', got {on_nonfinite!r}")
     check_damping(damping)
-    check_adapter(adapter_rank, adapter_bits, method)
     if not isinstance(model, nn.Module):
         raise TypeError(f"patch_model takes an nn.Module, got {type(model).__name__}")
     prefix, blocks = decoder_blocks(model)
     names = patterns("skip", skip), patterns("only", only)
     targets, skipped = choose_targets(model, prefix, *names, scheme, dtype, adapter_rank, adapter_bits)
+    if isinstance(sparsity, Mapping):
+        targets = with_structures(targets, sparsity)
     windows = calibration_windows(model, calibration, tokenizer, num_samples, sequence_length, seed, progress)
     if progress:
         print(memory_need(model, prefix, targets, windows), file=sys.stderr)
 
     settings = {
-        "scheme": scheme.to_dict(),
+        "scheme": {**scheme.to_dict(), "sparsity": "mixed" if len(set(structures)) > 1 else scheme.sparsity},
         "method": method,
         "damping": damping,
         "adapter_rank": adapter_rank,

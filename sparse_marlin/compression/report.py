@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -54,12 +55,103 @@ class LayerReport:
         return cls(**{**d, "shape": tuple(d["shape"])})
 
 
+@dataclass(frozen=True)
+class Mix:
+    """A model whose most sensitive layers are dense, and the others 2:4.
+
+    Attributes:
+        dense_layers: how many layers are dense.
+        bits_per_weight: stored bits per weight of all compressed layers, scales included.
+        model_bytes: of the whole model: the compressed layers as they are stored, all else as it is in memory.
+        loss_increase: predicted increase of the loss, in nats per token.
+        step_us: predicted microseconds that the compressed layers take for one decoding step on a recorded GPU, by the
+            number of sequences.
+    """
+
+    dense_layers: int
+    bits_per_weight: float
+    model_bytes: int
+    loss_increase: float
+    step_us: dict[int, float]
+
+
+@dataclass(frozen=True)
+class Sensitivity:
+    """Layers that have one structure together, and the loss that each structure should cost.
+
+    Attributes:
+        layers: names.
+        sparse: expected increase of the loss if they alone become 2:4, in nats per token.
+        dense: the same if they become dense.
+    """
+
+    layers: tuple[str, ...]
+    sparse: float
+    dense: float
+
+
+@dataclass(frozen=True)
+class Structure:
+    """How ``sparsity="auto"`` chose which layers are dense, and what came of it.
+
+    Attributes:
+        target: ``target_bits`` or ``max_loss_increase``.
+        wanted: its value.
+        bits_per_weight: what was reached.
+        loss_increase: what was measured on the compressed model, in nats per token.
+        original_loss: mean next-token loss of the original model on the same windows, in nats per token.
+        dense: the layers that are dense; all other compressed layers are 2:4.
+        device: the GPU that times are predicted for.
+        sensitivities: all layers, the first to become dense first.
+        curve: mixes from all 2:4 to all dense.
+        measured: number of dense layers and measured increase of the loss of every compression that was tried.
+    """
+
+    target: str
+    wanted: float
+    bits_per_weight: float
+    loss_increase: float
+    original_loss: float
+    dense: tuple[str, ...]
+    device: str
+    sensitivities: tuple[Sensitivity, ...]
+    curve: tuple[Mix, ...]
+    measured: tuple[tuple[int, float], ...]
+
+    def table(self) -> Table:
+        """The curve for a rich console, with what was chosen."""
+        table = curve_table(self.curve, self.device)
+        table.caption = (
+            f"{self.target}={self.wanted:g}: {len(self.dense)} layers dense, {self.bits_per_weight:.3f} bits per weight"
+            f", loss {self.loss_increase:+.4f} nats per token (measured; original {self.original_loss:.4f})"
+        )
+        return table
+
+
+def curve_table(curve: Sequence[Mix], device: str) -> Table:
+    table = Table(title=f"from all layers 2:4 to all dense; a decoding step's compressed layers on an {device}")
+    for title in (
+        "dense layers",
+        "bits/weight",
+        "model MB",
+        "loss increase",
+        *(f"us, batch {b}" for b in curve[0].step_us),
+    ):
+        table.add_column(title, justify="right")
+    for mix in curve:
+        times = (f"{us:.1f}" for us in mix.step_us.values())
+        row = (f"{mix.bits_per_weight:.3f}", f"{mix.model_bytes / 1e6:.1f}", f"{mix.loss_increase:+.4f}")
+        table.add_row(str(mix.dense_layers), *row, *times)
+    return table
+
+
 @dataclass
 class Report:
     """Every weight matrix of a model in order, how it was compressed or why it was not; prints as a table."""
 
     layers: list[LayerReport] = field(default_factory=list)
     settings: dict[str, Any] = field(default_factory=dict)
+    structure: Structure | None = None  # of sparsity="auto"
 
     @property
     def compressed(self) -> list[LayerReport]:
@@ -82,7 +174,8 @@ class Report:
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready form."""
-        return {"settings": self.settings, "layers": [asdict(layer) for layer in self.layers]}
+        structure = {} if self.structure is None else {"structure": asdict(self.structure)}
+        return {"settings": self.settings, "layers": [asdict(layer) for layer in self.layers], **structure}
 
     def save(self, path: str | Path) -> None:
         """Writes the report as JSON."""

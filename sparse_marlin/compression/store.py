@@ -72,7 +72,7 @@ class Store:
             raise ValueError(f"checkpoint_dir {path} is neither empty nor the checkpoint of a run")
         else:
             path.mkdir(parents=True, exist_ok=True)
-            _write(file, lambda f: f.write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8"))
+            write(file, lambda f: f.write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8"))
 
     def _file(self, index: int) -> Path:
         return self.path / f"block-{index:05d}.safetensors"
@@ -91,7 +91,7 @@ class Store:
             adapter = None if r.adapter is None else r.adapter.scheme.to_dict()
             layers.append({"report": asdict(r.report), "scheme": scheme, "adapter": adapter})
         metadata = {"layers": json.dumps(layers)}
-        _write(self._file(index), lambda f: save_file(tensors, f, metadata))
+        write(self._file(index), lambda f: save_file(tensors, f, metadata))
 
     def load(self, index: int) -> list[Result] | None:
         if not self._file(index).exists():
@@ -128,7 +128,7 @@ def _bytes(t: Tensor) -> memoryview:
     return t.detach().cpu().contiguous().view(torch.uint8).numpy().reshape(-1).data
 
 
-def _write(file: Path, write: Callable[[Path], object]) -> None:
+def write(file: Path, write: Callable[[Path], object]) -> None:
     """Writes a file so that it is there whole or not at all."""
     part = file.with_name(file.name + ".part")
     write(part)

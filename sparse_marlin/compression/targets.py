@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import difflib
 import fnmatch
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
 from ..linear import Adapter, CompressedLinear
-from ..scheme import AdapterScheme, Scheme
+from ..scheme import AdapterScheme, Scheme, Sparsity
 from .adapters import adapter_scheme
 from .report import LayerReport
 from .solve import why_no_weight
@@ -129,6 +129,17 @@ def choose_targets(
     if not targets:
         raise ValueError("skip= and only= leave no layer to compress")
     return targets, skipped
+
+
+def with_structures(targets: list[Target], structures: Mapping[str, Sparsity | None]) -> list[Target]:
+    """The targets, each with the structure that a mapping by names gives it; raises unless it has just these names."""
+    names = {t.name for t in targets}
+    if wrong := sorted(names ^ set(structures), key=str):
+        raise ValueError(
+            "a mapping of sparsities needs exactly the names of the layers that are compressed; missing or unknown: "
+            + ", ".join(map(str, wrong[:4]))
+        )
+    return [replace(t, scheme=replace(t.scheme, sparsity=structures[t.name])) for t in targets]
 
 
 def scale_dtype(weight: torch.dtype) -> torch.dtype:
