@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,12 +18,14 @@ from ..scheme import Scheme, Sparsity
 from .blocks import Recorded, capture, moved, record, run
 from .calibration import calibration_windows
 from .moments import Collected, Moments, collect, corrected_target
+from . import refit as refitting
 from .report import LayerReport, Report
 from .solve import (
     PRUNE_ONLY,
     UNCALIBRATED,
     check_damping,
     check_method,
+    check_refit,
     compress_weight,
     default_method,
     output_error,
@@ -53,6 +55,7 @@ def patch_model(
     checkpoint_dir: str | Path | None = None,
     progress: bool = True,
     on_nonfinite: Literal["raise", "fallback"] = "raise",
+    refit: bool | None = None,
 ) -> Report:
     """Compresses every ``nn.Linear`` of a causal LM's decoder blocks, in place.
 
@@ -83,6 +86,9 @@ def patch_model(
             result bit for bit.
         progress: print the memory need, and show progress bars.
         on_nonfinite: what to do where a layer's inputs are not finite: stop, or round that layer to nearest.
+        refit: whether each block is trained, once its layers are solved, to put out what it does in the original model:
+            its integers and scales, not the masks (see :mod:`~sparse_marlin.compression.refit`). The default is yes for
+            ``one-shot`` on a GPU, and no otherwise: it takes a few hundred passes through every block.
 
     Returns:
         A report of every layer.
@@ -97,13 +103,18 @@ def patch_model(
     if on_nonfinite not in ("raise", "fallback"):
         raise ValueError(f"on_nonfinite must be 'raise' or 'fallback', got {on_nonfinite!r}")
     check_damping(damping)
+    check_refit(refit, method)
     if not isinstance(model, nn.Module):
         raise TypeError(f"patch_model takes an nn.Module, got {type(model).__name__}")
     prefix, blocks = decoder_blocks(model)
     targets, skipped = choose_targets(model, prefix, patterns("skip", skip), patterns("only", only), scheme, dtype)
     windows = calibration_windows(model, calibration, tokenizer, num_samples, sequence_length, seed, progress)
+    if refit is None:
+        where = next(blocks.parameters()).device if device is None else torch.device(device)
+        refit = method == "one-shot" and where.type == "cuda"
+    setting = refitting.SETTING if refit else None
     if progress:
-        print(memory_need(model, prefix, targets, windows), file=sys.stderr)
+        print(memory_need(model, prefix, targets, windows, setting), file=sys.stderr)
 
     settings = {
         "scheme": scheme.to_dict(),
@@ -112,6 +123,7 @@ def patch_model(
         "seed": seed,
         "windows": len(windows),
         "tokens": sum(w.numel() for w in windows),
+        "refit": None if setting is None else asdict(setting),
     }
     store = None
     if checkpoint_dir is not None:
@@ -127,27 +139,43 @@ def patch_model(
             mine = [t for t in targets if t.name.startswith(f"{prefix}.{index}.")]
             with moved(block, device) as where:
                 done = store.load(index) if store else None
+                linears: dict[str, nn.Linear] = {}
                 stages: list[list[Target]] = [mine]
                 inputs: Recorded | None = None
-                if correct:
-                    watched = mine if done is None else []  # of a finished block only the outputs are wanted
+                if correct or setting:
+                    watched = mine if correct and done is None else []  # of a finished block only the outputs are wanted
                     inputs, original = record(model, block, watched, original, calls[index], where)
-                    stages = _stages(watched, inputs)
+                    if correct:
+                        stages = _stages(watched, inputs)
+                    else:
+                        inputs = None
                 if done is None:
                     done = []
-                    for stage in stages:
+                    for i, stage in enumerate(stages):
                         collected = collect(model, block, stage, hidden, calls[index], inputs, where, on_nonfinite)
                         results = _solve_stage(model, stage, collected, method, damping)
+                        if setting:  # which wants to know what was there
+                            linears |= {t.name: linear_at(model, t.name) for t in stage}
                         for result in results:
-                            _install(model, result)
+                            _install(model, result, linear_at(model, result.report.name))
                         done += results
+                        if setting and (i + 1 == len(stages) or (setting.parts and _ends_part(stage, stages[i + 1]))):
+                            chain = list(zip(blocks[index:], calls[index:], strict=True))[: 1 + setting.ahead]
+                            done = refitting.refit(
+                                model, linears, done, chain, hidden, original, where, setting, seed, progress
+                            )
+                            for result in done:
+                                _install(model, result, linears[result.report.name])
+                    if setting:
+                        collected = collect(model, block, mine, hidden, calls[index], inputs, where, on_nonfinite)
+                        done = [_with_error(r, linears[r.report.name], collected) for r in done]
                     if store:
                         store.save(index, done)
                 else:
                     for result in done:
-                        _install(model, result)
+                        _install(model, result, linear_at(model, result.report.name))
                 finished += [result.report for result in done]
-                inputs = None  # the largest tensors here, and no longer needed
+                inputs, linears = None, {}  # the largest tensors here, and no longer needed
                 if index + 1 < len(blocks):
                     for i, call in enumerate(calls[index]):
                         hidden[i] = run(block, hidden[i], call, where)
@@ -233,6 +261,21 @@ def _error(weight: Tensor, approximation: Tensor, moments: Moments | None) -> fl
     return output_error(weight, approximation, None) if moments is None else moments.error(weight, approximation)
 
 
+def _ends_part(stage: list[Target], following: list[Target]) -> bool:
+    """Whether a part of the block, say its attention, ends with a stage: no module has Linears in both."""
+    parents = [{t.name.rpartition(".")[0] for t in targets} for targets in (stage, following)]
+    return parents[0].isdisjoint(parents[1])
+
+
+def _with_error(result: Result, linear: nn.Linear, collected: Collected) -> Result:
+    """With the error of the final weight, for the inputs that the layer has in the finished block."""
+    assert result.packed is not None
+    error = _error(
+        linear.weight.detach().float(), result.packed.dequantize(torch.float32), collected.of(result.report.name)
+    )
+    return replace(result, report=replace(result.report, error_after=error))
+
+
 def _uncalibrated(method: str, scheme: Scheme) -> str:
     """What stands in for ``method`` where a layer has no Hessian."""
     return "magnitude" if method in PRUNE_ONLY else default_method(scheme.sparsity, calibrated=False)
@@ -243,14 +286,13 @@ def _baseline(w: Tensor, scheme: Scheme) -> Tensor:
     return compress_weight(w, None, scheme, default_method(scheme.sparsity, calibrated=False)).weight
 
 
-def _install(model: nn.Module, result: Result) -> None:
-    name = result.report.name
-    linear = linear_at(model, name)
+def _install(model: nn.Module, result: Result, linear: nn.Linear) -> None:
+    """Puts a result where ``linear`` is, or was."""
     if result.packed is None:
         assert result.pruned is not None
         linear.weight.data.copy_(result.pruned)
     else:
-        model.set_submodule(name, compressed_layer(result.packed, linear))
+        model.set_submodule(result.report.name, compressed_layer(result.packed, linear))
 
 
 def compressed_layer(packed: PackedWeight, linear: nn.Linear) -> CompressedLinear:

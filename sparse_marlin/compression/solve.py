@@ -61,6 +61,18 @@ def check_method(method: str, sparsity: str | None, allow_prune_only: bool) -> N
         raise ValueError(f"method must be one of auto, {', '.join(known)} for sparsity={sparsity!r}, got {method!r}")
 
 
+def check_refit(refit: bool | None, method: str) -> None:
+    """Raises ValueError for a refit that is no yes or no, or after a method that it cannot follow."""
+    if refit not in (True, False, None) or isinstance(refit, int) != isinstance(refit, bool):
+        raise ValueError(f"refit must be True, False or None, got {refit!r}")
+    if refit and method in PRUNE_ONLY + UNCALIBRATED:
+        calibrated = [m for m in dict.fromkeys(METHODS_24 + METHODS_DENSE) if m not in UNCALIBRATED]
+        raise ValueError(
+            f"refit=True trains what a calibrated method has quantized, and {method!r} is none: "
+            f"use one of {', '.join(calibrated)}, or refit=False"
+        )
+
+
 def check_damping(damping: float) -> None:
     """Raises ValueError for a damping that is no finite number >= 0."""
     if not (math.isfinite(damping) and damping >= 0):

@@ -124,7 +124,7 @@ def scale_dtype(weight: torch.dtype) -> torch.dtype:
     return torch.bfloat16 if weight == torch.bfloat16 else torch.float16
 
 
-def memory_need(model: nn.Module, prefix: str, targets: list[Target], windows: list[Tensor]) -> str:
+def memory_need(model: nn.Module, prefix: str, targets: list[Target], windows: list[Tensor], setting: object) -> str:
     """What compression will hold at its peak, in words."""
     gb = 1e-9
     weights = sum(p.numel() * p.element_size() for p in model.parameters())
