@@ -33,12 +33,14 @@ from sparse_marlin.compression.solve import PRUNE_ONLY
 from sparse_marlin.evaluate import evaluate
 from sparse_marlin.samples import sample_model, sample_text
 
-# Name of a row -> sparsity and method of patch_model; None: the original model.
+# Name of a row -> sparsity, method and, after a plus, the refit of patch_model; None: the original model.
 METHODS: dict[str, tuple[Literal["2:4"] | None, str] | None] = {
     "fp": None,
     "rtn": (None, "rtn"),
     "gptq": (None, "gptq"),
+    "gptq+refit": (None, "gptq+refit"),
     "one-shot-dense": (None, "one-shot"),
+    "one-shot-dense+refit": (None, "one-shot+refit"),
     "magnitude": ("2:4", "magnitude"),
     "wanda": ("2:4", "wanda"),
     "sparsegpt": ("2:4", "sparsegpt"),
@@ -47,8 +49,18 @@ METHODS: dict[str, tuple[Literal["2:4"] | None, str] | None] = {
     "one-loop": ("2:4", "one-loop"),
     "two-pass": ("2:4", "two-pass"),
     "one-shot": ("2:4", "one-shot"),
+    "one-shot+refit": ("2:4", "one-shot+refit"),
 }
-DEFAULT = ("fp", "gptq", "one-shot-dense", "magnitude+rtn", "two-pass", "one-shot")
+DEFAULT = (
+    "fp",
+    "gptq",
+    "one-shot-dense",
+    "one-shot-dense+refit",
+    "magnitude+rtn",
+    "two-pass",
+    "one-shot",
+    "one-shot+refit",
+)
 WINDOW = 512
 
 
@@ -90,7 +102,13 @@ def main() -> None:
         if how is not None:
             sparsity, method = how
             report = sparse_marlin.patch_model(
-                subject, sparsity, group_size=args.group_size, calibration=calibration, method=method, damping=0.01
+                subject,
+                sparsity,
+                group_size=args.group_size,
+                calibration=calibration,
+                method=method.removesuffix("+refit"),
+                refit=method.endswith("+refit"),
+                damping=0.01,
             )
             bits = 32 if method in PRUNE_ONLY else report.bits_per_weight
         minutes = (time.perf_counter() - began) / 60

@@ -121,9 +121,7 @@ def moved(block: nn.Module, device: torch.device | str | None) -> Iterator[torch
         block.to(home)
 
 
-def run(
-    block: nn.Module, hidden: Tensor, call: Call, where: torch.device, dtype: torch.dtype | None = None
-) -> Tensor:
+def run(block: nn.Module, hidden: Tensor, call: Call, where: torch.device, dtype: torch.dtype | None = None) -> Tensor:
     """The block's output; with ``dtype``, everything of floating point that it is fed is cast to that."""
     args, kwargs = to_device(call.args, where, dtype), to_device(call.kwargs, where, dtype)
     out = block(to_device(hidden, where, dtype), *args, **kwargs)

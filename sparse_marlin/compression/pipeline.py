@@ -15,10 +15,10 @@ from tqdm import tqdm
 from ..linear import CompressedLinear
 from ..packed import PackedWeight
 from ..scheme import Scheme, Sparsity
+from . import refit as refitting
 from .blocks import Recorded, capture, moved, record, run
 from .calibration import calibration_windows
 from .moments import Collected, Moments, collect, corrected_target
-from . import refit as refitting
 from .report import LayerReport, Report
 from .solve import (
     PRUNE_ONLY,
@@ -114,7 +114,8 @@ def patch_model(
         refit = method == "one-shot" and where.type == "cuda"
     setting = refitting.SETTING if refit else None
     if progress:
-        print(memory_need(model, prefix, targets, windows, setting), file=sys.stderr)
+        trained = refitting.tokens_at_once(windows) if setting else 0
+        print(memory_need(model, prefix, targets, windows, trained), file=sys.stderr)
 
     settings = {
         "scheme": scheme.to_dict(),
@@ -143,12 +144,11 @@ def patch_model(
                 stages: list[list[Target]] = [mine]
                 inputs: Recorded | None = None
                 if correct or setting:
-                    watched = mine if correct and done is None else []  # of a finished block only the outputs are wanted
-                    inputs, original = record(model, block, watched, original, calls[index], where)
+                    watched = mine if correct and done is None else []  # of a finished block, only the outputs matter
+                    seen, original = record(model, block, watched, original, calls[index], where)
                     if correct:
-                        stages = _stages(watched, inputs)
-                    else:
-                        inputs = None
+                        inputs, stages = seen, _stages(watched, seen)
+                    del seen
                 if done is None:
                     done = []
                     for i, stage in enumerate(stages):

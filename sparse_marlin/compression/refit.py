@@ -209,6 +209,11 @@ class _Windows:
         return float(sum(self.error(p).double() for p in pieces)) / sum(self.rows)
 
 
+def tokens_at_once(windows: list[Tensor]) -> int:
+    """Most tokens that pass a block together while it is trained."""
+    return max(_TOKENS_AT_ONCE, *(w.numel() for w in windows))
+
+
 def refit(
     model: nn.Module,
     linears: dict[str, nn.Linear],
@@ -342,8 +347,8 @@ def _goals(
         compressed = {n: model.get_submodule(n) for n in linears}
         own = []
         try:
-            for n, module in linears.items():
-                model.set_submodule(n, module)
+            for n, original_linear in linears.items():
+                model.set_submodule(n, original_linear)
             for i, x in enumerate(hidden):
                 for block, calls in chain:
                     x = run(block, x, calls[i], where)
