@@ -34,6 +34,7 @@ from .store import Result, Store
 from .targets import Target, choose_targets, decoder_blocks, linear_at, memory_need, patterns
 
 
+@torch.inference_mode(False)  # whose tensors no gradient could pass
 @torch.no_grad()
 def patch_model(
     model: nn.Module,
@@ -153,7 +154,7 @@ def patch_model(
                     done = []
                     for i, stage in enumerate(stages):
                         collected = collect(model, block, stage, hidden, calls[index], inputs, where, on_nonfinite)
-                        results = _solve_stage(model, stage, collected, method, damping)
+                        results = _solve_stage(model, stage, collected, method, damping, setting is not None)
                         if setting:  # which wants to know what was there
                             linears |= {t.name: linear_at(model, t.name) for t in stage}
                         for result in results:
@@ -210,7 +211,7 @@ def _stages(targets: list[Target], inputs: Recorded) -> list[list[Target]]:
 
 
 def _solve_stage(
-    model: nn.Module, targets: list[Target], collected: Collected, method: str, damping: float
+    model: nn.Module, targets: list[Target], collected: Collected, method: str, damping: float, keep_latent: bool
 ) -> list[Result]:
     """Solves layers that share inputs and scheme together, as one tall matrix: rows do not influence each other."""
     together: dict[Any, list[Target]] = {}
@@ -253,7 +254,8 @@ def _solve_stage(
                 damping=solution.damping,
                 rows=0 if moments is None else moments.hessian.rows,
             )
-            results[t.name] = Result(report, packed, solution.weight[rows] if packed is None else None)
+            latent = solution.latent[rows] if keep_latent and solution.latent is not None else None
+            results[t.name] = Result(report, packed, solution.weight[rows] if packed is None else None, latent)
     return [results[t.name] for t in targets]
 
 
@@ -273,7 +275,7 @@ def _with_error(result: Result, linear: nn.Linear, collected: Collected) -> Resu
     error = _error(
         linear.weight.detach().float(), result.packed.dequantize(torch.float32), collected.of(result.report.name)
     )
-    return replace(result, report=replace(result.report, error_after=error))
+    return replace(result, report=replace(result.report, error_after=error), latent=None)
 
 
 def _uncalibrated(method: str, scheme: Scheme) -> str:

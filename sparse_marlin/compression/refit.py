@@ -21,7 +21,7 @@ from torch.nn.functional import linear
 from tqdm import tqdm
 
 from ..linear import CompressedLinear
-from ..packed import PackedWeight
+from ..packed import PackedWeight, unpack_mask
 from .blocks import Call, moved, run
 from .store import Result
 
@@ -41,17 +41,17 @@ class Refit:
         parts: whether to refit after each part of the block (the attention, then all of it) or only at its end.
         own: share of the block's own uncompressed output for the same inputs in what is aimed at; the rest is what the
             original model has there.
-        token_power: a token's squared error counts with its output's mean square to the power of minus this: 1 makes
-            errors relative, 0 leaves them absolute.
-        channel_power: the same for channels.
+        token_power: a token's squared error is divided by the squared norm of its output to this power: 1 makes errors
+            relative, 0 leaves them absolute.
+        channel_power: the same for channels, after that.
         ahead: how many blocks further on the error is measured.
         momentum: Adam's second coefficient.
     """
 
     steps: int = 400
     tokens: int = 4096
-    weight_rate: float = 0.03
-    scale_rate: float = 0.003
+    weight_rate: float = 0.01
+    scale_rate: float = 0.001
     parts: bool = False
     own: float = 0.0
     token_power: float = 1.0
@@ -69,21 +69,25 @@ class Latents:
     """Weights of layers with one scheme as real numbers, one row per group of columns, so that all are rounded at once.
 
     Attributes:
-        latent: [groups, width] float32, in units of the scales; zero where pruned.
+        latent: [groups, width] float32, in units of the scales; at first what the solver rounded. Zero where pruned.
         change: [groups, 1] float32, of the logarithms of the scales.
     """
 
-    def __init__(self, packed: list[PackedWeight], dtype: torch.dtype) -> None:
+    def __init__(self, packed: list[PackedWeight], latents: list[Tensor], dtype: torch.dtype) -> None:
         self.packed = packed
         self.dtype = dtype  # in which the model computes
         self.scheme = packed[0].scheme
         self.width = self.scheme.group_width(packed[0].in_features)
         self.low = -self.scheme.zero_code
         self.high = self.scheme.max_code - self.scheme.zero_code
-        codes, masks = zip(*(p.unpack() for p in packed), strict=True)
         self.groups = [p.scales.numel() for p in packed]
-        self.latent = torch.cat([c.view(-1, self.width) for c in codes]).float().sub_(self.scheme.zero_code)
-        self.kept = None if self.scheme.sparsity is None else torch.cat([m.view(-1, self.width) for m in masks])
+        # Not the integers: all weights would sit in the middle between two roundings, hear nothing of one another's
+        # moves, and go over the edge at the same time.
+        self.latent = torch.cat([x.reshape(-1, self.width) for x in latents]).clamp_(self.low, self.high)
+        self.kept = None
+        if self.scheme.sparsity:
+            masks = [unpack_mask(p.meta, p.in_features) for p in packed if p.meta is not None]
+            self.kept = torch.cat([m.view(-1, self.width) for m in masks])
         self.start = torch.cat([p.scales.reshape(-1, 1) for p in packed]).float()
         self.change = torch.zeros_like(self.start)
 
@@ -116,6 +120,11 @@ class Latents:
         """After a step: out of range, a weight would answer to no gradient before it had come all the way back."""
         self.latent.clamp_(self.low, self.high)
         self.change.clamp_(-_MAX_CHANGE, _MAX_CHANGE)
+
+    def split(self) -> list[Tensor]:
+        """The layers' latents [N, K]."""
+        parts = zip(self.latent.split(self.groups), self.packed, strict=True)
+        return [x.view(p.out_features, p.in_features) for x, p in parts]
 
     def pack(self) -> list[PackedWeight]:
         codes = self._codes().add_(self.scheme.zero_code).to(torch.uint8).split(self.groups)
@@ -244,7 +253,7 @@ def refit(
         The results with their new weights. With the old ones and a note, if the error over all windows is not smaller
         afterwards.
     """
-    chosen = [r for r in results if r.packed is not None and r.report.rows]
+    chosen = [r for r in results if r.latent is not None and r.report.rows]
     if not chosen:
         return results
     goals = _goals(model, linears, chain, hidden, original, where, setting)
@@ -257,22 +266,24 @@ def refit(
     names, latents = [], []
     for group in together.values():
         names.append([r.report.name for r in group])
-        packed = [r.packed.to(where) for r in group if r.packed is not None]
-        latents.append(Latents(packed, linears[names[-1][0]].weight.dtype))
+        stored = [r.packed.to(where) for r in group if r.packed is not None]
+        start = [r.latent for r in group if r.latent is not None]
+        latents.append(Latents(stored, start, linears[names[-1][0]].weight.dtype))
     with _trainable(model, chain, where) as dense, _arithmetic():
         layers = [[dense[n] for n in group] for group in names]
         windows = _Windows(chain, hidden, goals, where, setting)
         before, after = _train(windows, layers, latents, setting, seed, progress)
+    new: dict[str, tuple[PackedWeight, Tensor]] = {}
     if after < before and all(x.is_finite() for x in latents):
-        new = {n: p for group, x in zip(names, latents, strict=True) for n, p in zip(group, x.pack(), strict=True)}
-    else:
-        new = {}
+        for own, x in zip(names, latents, strict=True):
+            new |= {n: (p, y) for n, p, y in zip(own, x.pack(), x.split(), strict=True)}
     why = "no improvement" if math.isfinite(before) and math.isfinite(after) else "its error is not finite"
     refitted = []
     for r in results:
         if r.report.name in new:
             method = r.report.method.removesuffix("+refit") + "+refit"
-            r = replace(r, packed=new[r.report.name], report=replace(r.report, method=method))
+            packed, latent = new[r.report.name]
+            r = replace(r, packed=packed, latent=latent, report=replace(r.report, method=method))
         elif any(r is c for c in chosen):
             note = "; ".join(filter(None, [r.report.note, f"not refitted: {why}"]))
             r = replace(r, report=replace(r.report, note=note))
@@ -362,7 +373,7 @@ def _goals(
 
 def _weights(goals: list[Tensor], setting: Refit) -> list[Tensor]:
     """Roots of the weights of squared errors, [B, T, 1] or [B, T, width] per batch."""
-    power = [x.float().square().mean(-1, keepdim=True) for x in goals]
+    power = [x.float().square().sum(-1, keepdim=True) for x in goals]
     floor = 1e-3 * torch.cat([p.flatten() for p in power]).median() + torch.finfo(torch.float32).tiny
     tokens = [p.clamp_min(floor).pow(-setting.token_power / 2) for p in power]
     if not setting.channel_power:

@@ -26,11 +26,15 @@ _FORMAT = 1
 
 @dataclass(frozen=True)
 class Result:
-    """A finished layer: its compressed weight, or its pruned one after a prune-only method."""
+    """A finished layer: its compressed weight, or its pruned one after a prune-only method.
+
+    ``latent`` [N, K] is what was rounded to the weight's integers, where a refit will go on from there; not stored.
+    """
 
     report: LayerReport
     packed: PackedWeight | None
     pruned: Tensor | None
+    latent: Tensor | None = None
 
 
 class Store:
