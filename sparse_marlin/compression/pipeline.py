@@ -115,8 +115,10 @@ def patch_model(
         refit = method == "one-shot" and where.type == "cuda"
     setting = refitting.SETTING if refit else None
     if progress:
-        trained = refitting.tokens_at_once(windows) if setting else 0
-        print(memory_need(model, prefix, targets, windows, trained), file=sys.stderr)
+        linears = [linear_at(model, t.name) for t in targets]
+        touched = len({t.name.removeprefix(prefix).split(".")[1] for t in targets})
+        more = refitting.memory_need(linears, touched, windows, setting) if setting else 0
+        print(memory_need(model, linears, touched, windows, more), file=sys.stderr)
 
     settings = {
         "scheme": scheme.to_dict(),
@@ -141,7 +143,7 @@ def patch_model(
             mine = [t for t in targets if t.name.startswith(f"{prefix}.{index}.")]
             with moved(block, device) as where:
                 done = store.load(index) if store else None
-                linears: dict[str, nn.Linear] = {}
+                dense: dict[str, nn.Linear] = {}  # what was there before, if a refit will ask
                 stages: list[list[Target]] = [mine]
                 inputs: Recorded | None = None
                 if correct or setting:
@@ -155,28 +157,28 @@ def patch_model(
                     for i, stage in enumerate(stages):
                         collected = collect(model, block, stage, hidden, calls[index], inputs, where, on_nonfinite)
                         results = _solve_stage(model, stage, collected, method, damping, setting is not None)
-                        if setting:  # which wants to know what was there
-                            linears |= {t.name: linear_at(model, t.name) for t in stage}
+                        if setting:
+                            dense |= {t.name: linear_at(model, t.name) for t in stage}
                         for result in results:
                             _install(model, result, linear_at(model, result.report.name))
                         done += results
                         if setting and (i + 1 == len(stages) or (setting.parts and _ends_part(stage, stages[i + 1]))):
                             chain = list(zip(blocks[index:], calls[index:], strict=True))[: 1 + setting.ahead]
                             done = refitting.refit(
-                                model, linears, done, chain, hidden, original, where, setting, seed, progress
+                                model, dense, done, chain, hidden, original, where, setting, seed, progress
                             )
                             for result in done:
-                                _install(model, result, linears[result.report.name])
+                                _install(model, result, dense[result.report.name])
                     if setting:
                         collected = collect(model, block, mine, hidden, calls[index], inputs, where, on_nonfinite)
-                        done = [_with_error(r, linears[r.report.name], collected) for r in done]
+                        done = [_with_error(r, dense[r.report.name], collected) for r in done]
                     if store:
                         store.save(index, done)
                 else:
                     for result in done:
                         _install(model, result, linear_at(model, result.report.name))
                 finished += [result.report for result in done]
-                inputs, linears = None, {}  # the largest tensors here, and no longer needed
+                inputs, dense = None, {}  # the largest tensors here, and no longer needed
                 if index + 1 < len(blocks):
                     for i, call in enumerate(calls[index]):
                         hidden[i] = run(block, hidden[i], call, where)

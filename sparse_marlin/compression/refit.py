@@ -39,24 +39,22 @@ class Refit:
         weight_rate: step size of the weights, in units of their scales.
         scale_rate: step size of the logarithms of the scales.
         parts: whether to refit after each part of the block (the attention, then all of it) or only at its end.
-        own: share of the block's own uncompressed output for the same inputs in what is aimed at; the rest is what the
-            original model has there.
         token_power: a token's squared error is divided by the squared norm of its output to this power: 1 makes errors
             relative, 0 leaves them absolute.
         channel_power: the same for channels, after that.
-        ahead: how many blocks further on the error is measured.
+        ahead: how many blocks further on the error is measured, if there are so many. The blocks in between, not yet
+            compressed, tell what matters to them: less error at the block's own output can make a worse model.
         momentum: Adam's second coefficient.
     """
 
-    steps: int = 400
+    steps: int = 300
     tokens: int = 4096
     weight_rate: float = 0.01
     scale_rate: float = 0.001
     parts: bool = False
-    own: float = 0.0
-    token_power: float = 1.0
+    token_power: float = 0.5
     channel_power: float = 0.0
-    ahead: int = 0
+    ahead: int = 2
     momentum: float = 0.99
 
 
@@ -218,9 +216,14 @@ class _Windows:
         return float(sum(self.error(p).double() for p in pieces)) / sum(self.rows)
 
 
-def tokens_at_once(windows: list[Tensor]) -> int:
-    """Most tokens that pass a block together while it is trained."""
-    return max(_TOKENS_AT_ONCE, *(w.numel() for w in windows))
+def memory_need(linears: list[nn.Linear], blocks: int, windows: list[Tensor], setting: Refit) -> int:
+    """Bytes that refitting a block with its share of the Linears takes at its peak, about."""
+    weights = sum(m.in_features * m.out_features for m in linears) // blocks
+    features = sum(m.in_features + m.out_features for m in linears) // blocks
+    tokens = max(_TOKENS_AT_ONCE, *(w.numel() for w in windows))
+    # Of a weight: original, latent, rounded, the gradients of these two, two moments of Adam, and a temporary.
+    # Of a token: what the backward pass needs, norms and activation functions included.
+    return 4 * ((8 + setting.ahead) * weights + 3 * (1 + setting.ahead) * tokens * features)
 
 
 def refit(
@@ -256,7 +259,11 @@ def refit(
     chosen = [r for r in results if r.latent is not None and r.report.rows]
     if not chosen:
         return results
-    goals = _goals(model, linears, chain, hidden, original, where, setting)
+    goals = original
+    for block, calls in chain[1:]:
+        with moved(block, where):
+            goals = [run(block, x, call, where) for x, call in zip(goals, calls, strict=True)]
+    goals = [x.to(where) for x in goals]
     together: dict[object, list[Result]] = {}
     for r in chosen:
         assert r.packed is not None
@@ -338,37 +345,6 @@ def _train(
             x.stay_in_range()
     round_all()
     return before, windows.mean_error()
-
-
-def _goals(
-    model: nn.Module,
-    linears: dict[str, nn.Linear],
-    chain: Chain,
-    hidden: list[Tensor],
-    original: list[Tensor],
-    where: torch.device,
-    setting: Refit,
-) -> list[Tensor]:
-    """The outputs that are aimed at, per batch: those of the last block of the chain."""
-    goals = original
-    for block, calls in chain[1:]:
-        with moved(block, where):
-            goals = [run(block, x, call, where) for x, call in zip(goals, calls, strict=True)]
-    if setting.own:
-        compressed = {n: model.get_submodule(n) for n in linears}
-        own = []
-        try:
-            for n, original_linear in linears.items():
-                model.set_submodule(n, original_linear)
-            for i, x in enumerate(hidden):
-                for block, calls in chain:
-                    x = run(block, x, calls[i], where)
-                own.append(x)
-        finally:
-            for n, module in compressed.items():
-                model.set_submodule(n, module)
-        goals = [setting.own * x + (1 - setting.own) * y for x, y in zip(own, goals, strict=True)]
-    return [x.to(where) for x in goals]
 
 
 def _weights(goals: list[Tensor], setting: Refit) -> list[Tensor]:

@@ -124,30 +124,22 @@ def scale_dtype(weight: torch.dtype) -> torch.dtype:
     return torch.bfloat16 if weight == torch.bfloat16 else torch.float16
 
 
-def memory_need(model: nn.Module, prefix: str, targets: list[Target], windows: list[Tensor], trained: int) -> str:
-    """What compression will hold at its peak, in words; ``trained`` tokens at once pass a block that is refitted."""
+def memory_need(model: nn.Module, linears: list[nn.Linear], blocks: int, windows: list[Tensor], refit: int) -> str:
+    """What compression of Linears in so many blocks will hold at its peak, in words; a refit takes ``refit`` bytes."""
     gb = 1e-9
     weights = sum(p.numel() * p.element_size() for p in model.parameters())
-    linears = [linear_at(model, t.name) for t in targets]
     widest = max(m.in_features for m in linears)
     largest = max(m.in_features * m.out_features for m in linears)
     hidden = getattr(getattr(model, "config", None), "hidden_size", None) or widest
     tokens = sum(w.numel() for w in windows)
-    blocks = {t.name.split(".", prefix.count(".") + 2)[prefix.count(".") + 1] for t in targets}
-    per_block = sum(m.in_features for m in linears) // len(blocks)  # at most: Linears that share inputs count once
+    per_block = sum(m.in_features for m in linears) // blocks  # at most: Linears that share inputs count once
     activations = tokens * (3 * hidden + per_block) * next(model.parameters()).element_size()
     solver = 4 * (7 * widest * widest + 8 * largest)
-    refit = 0
-    if trained:
-        # Of a weight: original, latent, rounded, their gradients, two moments. Of a token: what backward needs.
-        numbers = sum(m.in_features * m.out_features for m in linears) // len(blocks)
-        per_token = 3 * sum(m.in_features + m.out_features for m in linears) // len(blocks)
-        refit = 4 * (8 * numbers + trained * per_token)
     need = (
         f"memory needed: {(weights + activations + solver + refit) * gb:.2f} GB = model {weights * gb:.2f} + "
         f"activations of {tokens} tokens {activations * gb:.2f} + Hessians and solver {solver * gb:.2f}"
     )
-    return need + (f" + refit {refit * gb:.2f}" if trained else "")
+    return f"{need} + refit {refit * gb:.2f}" if refit else need
 
 
 def linear_at(model: nn.Module, name: str) -> nn.Linear:
