@@ -1,4 +1,7 @@
-"""Compresses a model block by block, each block calibrated on the outputs of the compressed blocks before it."""
+"""Compresses a model block by block, each block calibrated on the outputs of the compressed blocks before it.
+
+In a block, stage after stage of Linears is solved; then a refit may train all of them together.
+"""
 
 from __future__ import annotations
 
@@ -162,7 +165,7 @@ def patch_model(
                         for result in results:
                             _install(model, result, linear_at(model, result.report.name))
                         done += results
-                        if setting and (i + 1 == len(stages) or (setting.parts and _ends_part(stage, stages[i + 1]))):
+                        if setting and (i + 1 == len(stages) or (setting.parts and _part_ends(stage, stages[i + 1]))):
                             chain = list(zip(blocks[index:], calls[index:], strict=True))[: 1 + setting.ahead]
                             done = refitting.refit(
                                 model, dense, done, chain, hidden, original, where, setting, seed, progress
@@ -265,7 +268,7 @@ def _error(weight: Tensor, approximation: Tensor, moments: Moments | None) -> fl
     return output_error(weight, approximation, None) if moments is None else moments.error(weight, approximation)
 
 
-def _ends_part(stage: list[Target], following: list[Target]) -> bool:
+def _part_ends(stage: list[Target], following: list[Target]) -> bool:
     """Whether a part of the block, say its attention, ends with a stage: no module has Linears in both."""
     parents = [{t.name.rpartition(".")[0] for t in targets} for targets in (stage, following)]
     return parents[0].isdisjoint(parents[1])

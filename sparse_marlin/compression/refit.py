@@ -41,7 +41,6 @@ class Refit:
         parts: whether to refit after each part of the block (the attention, then all of it) or only at its end.
         token_power: a token's squared error is divided by the squared norm of its output to this power: 1 makes errors
             relative, 0 leaves them absolute.
-        channel_power: the same for channels, after that.
         ahead: how many blocks further on the error is measured, if there are so many. The blocks in between, not yet
             compressed, tell what matters to them: less error at the block's own output can make a worse model.
         momentum: Adam's second coefficient.
@@ -53,7 +52,6 @@ class Refit:
     scale_rate: float = 0.001
     parts: bool = False
     token_power: float = 0.5
-    channel_power: float = 0.0
     ahead: int = 2
     momentum: float = 0.99
 
@@ -164,7 +162,7 @@ class _Windows:
         self.hidden = hidden
         self.goals = goals
         self.where = where
-        self.weights = _weights(goals, setting)
+        self.weights = _weights(goals, setting.token_power)
         self.rows = [h.numel() // h.shape[-1] for h in hidden]
         self.together = self._alike()
 
@@ -347,18 +345,11 @@ def _train(
     return before, windows.mean_error()
 
 
-def _weights(goals: list[Tensor], setting: Refit) -> list[Tensor]:
-    """Roots of the weights of squared errors, [B, T, 1] or [B, T, width] per batch."""
-    power = [x.float().square().sum(-1, keepdim=True) for x in goals]
-    floor = 1e-3 * torch.cat([p.flatten() for p in power]).median() + torch.finfo(torch.float32).tiny
-    tokens = [p.clamp_min(floor).pow(-setting.token_power / 2) for p in power]
-    if not setting.channel_power:
-        return tokens
-    rows = sum(p.numel() for p in power)
-    channels = sum((x * t).square().flatten(0, -2).sum(0) for x, t in zip(goals, tokens, strict=True))
-    assert isinstance(channels, Tensor)
-    channels = (channels / rows).clamp_min(torch.finfo(torch.float32).tiny).pow(-setting.channel_power / 2)
-    return [t * channels for t in tokens]
+def _weights(goals: list[Tensor], power: float) -> list[Tensor]:
+    """Roots of the weights of squared errors, [B, T, 1] per batch."""
+    norms = [x.float().square().sum(-1, keepdim=True) for x in goals]
+    floor = 1e-3 * torch.cat([n.flatten() for n in norms]).median() + torch.finfo(torch.float32).tiny
+    return [n.clamp_min(floor).pow(-power / 2) for n in norms]
 
 
 def _same(a: object, b: object) -> bool:
