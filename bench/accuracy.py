@@ -6,8 +6,8 @@
     python bench/accuracy.py --readme bench/results/accuracy.json  puts the table of a finished run into README.md
 
 Setting: 24 windows of 512 tokens drawn from the first half for calibration, the first 24 windows of the second half for
-evaluation, float32, symmetric INT4, group 64, damping 1 %, blocks in sequence. auto-3.75 is calibrated on the same
-windows, and measures its losses on 8 more.
+evaluation, float32, symmetric INT4, group 64, damping 1 %, blocks in sequence; "+refit" also trains them. auto-3.75 is
+calibrated on the same windows, and measures its losses on 8 more.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from rich.table import Table
 
 from . import __version__, bench, checkpoints, models, runtime, samples, tuning
 from .compression import patch_model
-from .compression.solve import METHODS_24, METHODS_DENSE, check_method
+from .compression.solve import METHODS_24, METHODS_DENSE, check_method, check_refit
 from .compression.structure import check_settings
 from .dispatch import PLAN_TOKENS, RECORDED, Device, choice_of, explain, parse_plan
 from .evaluate import evaluate, evaluate_tasks, find_tasks
@@ -98,6 +98,11 @@ def _parser() -> argparse.ArgumentParser:
     p.add_argument("--sequence-length", type=_positive, default=512, metavar="N", help="tokens per calibration window")
     p.add_argument(
         "--method", choices=("auto", *METHODS_24, *METHODS_DENSE), default="auto", help="how to prune and quantize"
+    )
+    p.add_argument(
+        "--refit",
+        action=argparse.BooleanOptionalAction,
+        help="train each block to put out what it does in the original model; default: with one-shot on a GPU",
     )
     p.add_argument("--skip", action="append", default=[], metavar="PATTERN", help="layers to leave out; repeatable")
     p.add_argument(
@@ -245,6 +250,7 @@ def _compress(args: argparse.Namespace) -> None:
         raise ValueError("--target-bits and --max-loss-increase need --sparsity auto")
     elif args.method != "auto":
         check_method(args.method, sparsity, allow_prune_only=False)
+    check_refit(args.refit, args.method)
     try:
         checkpoints.check_destination(args.out, overwrite=args.overwrite)
     except FileExistsError as e:
@@ -266,6 +272,7 @@ def _compress(args: argparse.Namespace) -> None:
         calibration=calibration,
         tokenizer=tokenizer,
         method=args.method,
+        refit=args.refit,
         skip=args.skip,
         only=args.only,
         dtype=_DTYPES.get(args.dtype),

@@ -17,6 +17,7 @@ import torch
 
 from sparse_marlin import bench, cli, models, runtime, samples, tuning
 from sparse_marlin.cli import main
+from sparse_marlin.compression import refit
 from sparse_marlin.dispatch import PLAN_TOKENS, RECORDED, Config, Kernel, choice_of, parse_plan
 from sparse_marlin.scheme import Scheme
 
@@ -94,6 +95,25 @@ def test_compress_to_a_target(model: str, text: str, tmp_path: Path, capsys: pyt
     assert 3.5 < reached <= 4
     assert main(["inspect", out]) == 0
     assert f"bits per compressed weight: {reached:.3f}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("switch", "method"), [("--refit", "one-shot+refit"), ("--no-refit", "one-shot")])
+def test_compress_with_and_without_a_refit(
+    model: str, text: str, tmp_path: Path, switch: str, method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(refit, "SETTING", refit.Refit(steps=8, tokens=64, weight_rate=0.05))
+    options = ["--calibration", text, "--samples", "4", "--sequence-length", "32", "--group-size", "32", switch]
+    report = tmp_path / "report.json"
+    assert main(["compress", model, str(tmp_path / "out"), *options, "--report", str(report)]) == 0
+    layers = json.loads(report.read_text())["layers"]
+    assert {layer["method"] for layer in layers if layer["status"] == "compressed"} == {method}
+
+
+def test_a_refit_of_what_is_not_calibrated_is_refused_before_the_model_is_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["compress", "no such model", str(tmp_path / "out"), "--method", "magnitude+rtn", "--refit"]
+    assert "refit=True" in fails(capsys, *command)
 
 
 def test_inspect(compressed: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -146,13 +146,14 @@ def _share(new: Any, old: Any) -> Any:
     return new
 
 
-def to_device(value: Any, device: torch.device) -> Any:
+def to_device(value: Any, device: torch.device, dtype: torch.dtype | None = None) -> Any:
+    """With all tensors in it on the device, and those of floating point in ``dtype``, if one is given."""
     if isinstance(value, Tensor):
-        return value.to(device)
+        return value.to(device, dtype) if dtype is not None and value.is_floating_point() else value.to(device)
     if type(value) is tuple or type(value) is list:
-        return type(value)(to_device(v, device) for v in value)
+        return type(value)(to_device(v, device, dtype) for v in value)
     if isinstance(value, dict):
-        return {k: to_device(v, device) for k, v in value.items()}
+        return {k: to_device(v, device, dtype) for k, v in value.items()}
     return value
 
 
@@ -171,14 +172,20 @@ def moved(block: nn.Module, device: torch.device | str | None) -> Iterator[torch
         block.to(home)
 
 
-def call(block: nn.Module, hidden: Tensor, how: Call, where: torch.device) -> tuple[Tensor, tuple[Any, ...] | None]:
-    """The block's hidden states, and what it returns after them; None if it returns no tuple."""
-    out = block(to_device(hidden, where), *to_device(how.args, where), **to_device(how.kwargs, where))
+def call(
+    block: nn.Module, hidden: Tensor, how: Call, where: torch.device, dtype: torch.dtype | None = None
+) -> tuple[Tensor, tuple[Any, ...] | None]:
+    """The block's hidden states, and what it returns after them; None if it returns no tuple.
+
+    With ``dtype``, everything of floating point that it is fed is cast to that.
+    """
+    args, kwargs = to_device(how.args, where, dtype), to_device(how.kwargs, where, dtype)
+    out = block(to_device(hidden, where, dtype), *args, **kwargs)
     return (out[0], tuple(out[1:])) if isinstance(out, tuple) else (out, None)
 
 
-def run(block: nn.Module, hidden: Tensor, how: Call, where: torch.device) -> Tensor:
-    return call(block, hidden, how, where)[0]
+def run(block: nn.Module, hidden: Tensor, how: Call, where: torch.device, dtype: torch.dtype | None = None) -> Tensor:
+    return call(block, hidden, how, where, dtype)[0]
 
 
 class Inputs:

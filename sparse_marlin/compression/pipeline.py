@@ -1,10 +1,13 @@
-"""Compresses a model block by block, each block calibrated on the outputs of the compressed blocks before it."""
+"""Compresses a model block by block, each block calibrated on the outputs of the compressed blocks before it.
+
+In a block, stage after stage of Linears is solved; then a refit may train all of them together.
+"""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,6 +18,7 @@ from tqdm import tqdm
 from ..linear import Adapter, CompressedLinear
 from ..packed import PackedWeight
 from ..scheme import Scheme, Sparsity
+from . import refit as refitting
 from .adapters import check_adapter, compress_with_adapters
 from .blocks import Recorded, capture, moved, record, run
 from .calibration import calibration_windows
@@ -25,12 +29,22 @@ from .solve import (
     UNCALIBRATED,
     check_damping,
     check_method,
+    check_refit,
     compress_weight,
     default_method,
     output_error,
 )
 from .store import Result, Store
-from .targets import Target, choose_targets, decoder_blocks, linear_at, memory_need, patterns, with_structures
+from .targets import (
+    Target,
+    blocks_of,
+    choose_targets,
+    decoder_blocks,
+    linear_at,
+    memory_need,
+    patterns,
+    with_structures,
+)
 
 
 @torch.inference_mode(False)  # whose tensors no gradient could pass
@@ -59,6 +73,7 @@ def patch_model(
     on_nonfinite: Literal["raise", "fallback"] = "raise",
     adapter_rank: int | float = 0,
     adapter_bits: Literal[4, 16] = 16,
+    refit: bool | None = None,
 ) -> Report:
     """Compresses every ``nn.Linear`` of a causal LM's decoder blocks, in place.
 
@@ -97,6 +112,9 @@ def patch_model(
             of min(N, K), rounded up to a multiple of 16; 0 for none. It costs bytes and time, which the report states.
             See :mod:`sparse_marlin.compression.adapters`.
         adapter_bits: 16 for adapters in the precision of the scales, 4 for INT4 ones.
+        refit: whether each block is trained, once its layers are solved, to put out what it does in the original model:
+            its integers and scales, not the masks (see :mod:`~sparse_marlin.compression.refit`). The default is yes for
+            ``one-shot`` on a GPU, and no otherwise: it takes a few hundred passes through every block.
 
     Returns:
         A report of every layer.
@@ -131,6 +149,7 @@ def patch_model(
             checkpoint_dir=checkpoint_dir,
             progress=progress,
             on_nonfinite=on_nonfinite,
+            refit=refit,
         )
     if target_bits is not None or max_loss_increase is not None:
         raise ValueError(f"target_bits and max_loss_increase need sparsity='auto', got sparsity={sparsity!r:.80}")
@@ -143,6 +162,7 @@ def patch_model(
     if on_nonfinite not in ("raise", "fallback"):
         raise ValueError(f"on_nonfinite must be 'raise' or 'fallback', got {on_nonfinite!r}")
     check_damping(damping)
+    check_refit(refit, method)
     if not isinstance(model, nn.Module):
         raise TypeError(f"patch_model takes an nn.Module, got {type(model).__name__}")
     prefix, blocks = decoder_blocks(model)
@@ -151,8 +171,14 @@ def patch_model(
     if isinstance(sparsity, Mapping):
         targets = with_structures(targets, sparsity)
     windows = calibration_windows(model, calibration, tokenizer, num_samples, sequence_length, seed, progress)
+    if refit is None:
+        where = next(blocks.parameters()).device if device is None else torch.device(device)
+        refit = method == "one-shot" and where.type == "cuda"
+    setting = refitting.SETTING if refit else None
     if progress:
-        print(memory_need(model, prefix, targets, windows), file=sys.stderr)
+        linears = [linear_at(model, t.name) for t in targets]
+        more = refitting.memory_need(linears, blocks_of(prefix, targets), windows, setting) if setting else 0
+        print(memory_need(model, prefix, targets, windows, more), file=sys.stderr)
 
     settings = {
         "scheme": {**scheme.to_dict(), "sparsity": "mixed" if len(set(structures)) > 1 else scheme.sparsity},
@@ -163,6 +189,7 @@ def patch_model(
         "seed": seed,
         "windows": len(windows),
         "tokens": sum(w.numel() for w in windows),
+        "refit": None if setting is None else asdict(setting),
     }
     store = None
     if checkpoint_dir is not None:
@@ -178,27 +205,42 @@ def patch_model(
             mine = [t for t in targets if t.name.startswith(f"{prefix}.{index}.")]
             with moved(block, device) as where:
                 done = store.load(index) if store else None
+                dense: dict[str, nn.Linear] = {}  # what was there before, if a refit will ask
                 stages: list[list[Target]] = [mine]
                 inputs: Recorded | None = None
-                if correct:
-                    watched = mine if done is None else []  # of a finished block only the outputs are wanted
-                    inputs, original = record(model, block, watched, original, calls[index], where)
-                    stages = _stages(watched, inputs)
+                if correct or setting:
+                    watched = mine if correct and done is None else []  # of a finished block, only the outputs matter
+                    seen, original = record(model, block, watched, original, calls[index], where)
+                    if correct:
+                        inputs, stages = seen, _stages(watched, seen)
+                    del seen
                 if done is None:
                     done = []
-                    for stage in stages:
+                    for i, stage in enumerate(stages):
                         collected = collect(model, block, stage, hidden, calls[index], inputs, where, on_nonfinite)
-                        results = _solve_stage(model, stage, collected, method, damping)
+                        results = _solve_stage(model, stage, collected, method, damping, setting is not None)
+                        if setting:
+                            dense |= {t.name: linear_at(model, t.name) for t in stage}
                         for result in results:
-                            _install(model, result)
+                            _install(model, result, linear_at(model, result.report.name))
                         done += results
+                        if setting and (i + 1 == len(stages) or (setting.parts and _part_ends(stage, stages[i + 1]))):
+                            chain = list(zip(blocks[index:], calls[index:], strict=True))[: 1 + setting.ahead]
+                            done = refitting.refit(
+                                model, dense, done, chain, hidden, original, where, setting, seed, progress
+                            )
+                            for result in done:
+                                _install(model, result, dense[result.report.name])
+                    if setting:
+                        collected = collect(model, block, mine, hidden, calls[index], inputs, where, on_nonfinite)
+                        done = [_with_error(r, dense[r.report.name], collected) for r in done]
                     if store:
                         store.save(index, done)
                 else:
                     for result in done:
-                        _install(model, result)
+                        _install(model, result, linear_at(model, result.report.name))
                 finished += [result.report for result in done]
-                inputs = None  # the largest tensors here, and no longer needed
+                inputs, dense = None, {}  # the largest tensors here, and no longer needed
                 if index + 1 < len(blocks):
                     for i, call in enumerate(calls[index]):
                         hidden[i] = run(block, hidden[i], call, where)
@@ -233,7 +275,7 @@ def _stages(targets: list[Target], inputs: Recorded) -> list[list[Target]]:
 
 
 def _solve_stage(
-    model: nn.Module, targets: list[Target], collected: Collected, method: str, damping: float
+    model: nn.Module, targets: list[Target], collected: Collected, method: str, damping: float, keep_latent: bool
 ) -> list[Result]:
     """Solves layers that share inputs and scheme together, as one tall matrix: rows do not influence each other."""
     together: dict[Any, list[Target]] = {}
@@ -285,12 +327,29 @@ def _solve_stage(
                 adapter_rank=0 if t.adapter is None else t.adapter.rank,
                 adapter_bits_per_weight=extra,
             )
-            results[t.name] = Result(report, packed, solution.weight[rows] if packed is None else None, adapter)
+            latent = solution.latent[rows] if keep_latent and solution.latent is not None else None
+            results[t.name] = Result(report, packed, solution.weight[rows] if packed is None else None, adapter, latent)
     return [results[t.name] for t in targets]
 
 
 def _error(weight: Tensor, approximation: Tensor, moments: Moments | None) -> float:
     return output_error(weight, approximation, None) if moments is None else moments.error(weight, approximation)
+
+
+def _part_ends(stage: list[Target], following: list[Target]) -> bool:
+    """Whether a part of the block, say its attention, ends with a stage: no module has Linears in both."""
+    parents = [{t.name.rpartition(".")[0] for t in targets} for targets in (stage, following)]
+    return parents[0].isdisjoint(parents[1])
+
+
+def _with_error(result: Result, linear: nn.Linear, collected: Collected) -> Result:
+    """With the error of the final weight, for the inputs that the layer has in the finished block."""
+    assert result.packed is not None
+    own = result.packed.dequantize(torch.float32)
+    if result.adapter is not None:
+        own += result.adapter.dequantize()
+    error = _error(linear.weight.detach().float(), own, collected.of(result.report.name))
+    return replace(result, report=replace(result.report, error_after=error), latent=None)
 
 
 def _uncalibrated(method: str, scheme: Scheme) -> str:
@@ -303,14 +362,13 @@ def _baseline(w: Tensor, scheme: Scheme) -> Tensor:
     return compress_weight(w, None, scheme, default_method(scheme.sparsity, calibrated=False)).weight
 
 
-def _install(model: nn.Module, result: Result) -> None:
-    name = result.report.name
-    linear = linear_at(model, name)
+def _install(model: nn.Module, result: Result, linear: nn.Linear) -> None:
+    """Puts a result where ``linear`` is, or was."""
     if result.packed is None:
         assert result.pruned is not None
         linear.weight.data.copy_(result.pruned)
     else:
-        model.set_submodule(name, compressed_layer(result.packed, linear, result.adapter))
+        model.set_submodule(result.report.name, compressed_layer(result.packed, linear, result.adapter))
 
 
 def compressed_layer(packed: PackedWeight, linear: nn.Linear, adapter: Adapter | None = None) -> CompressedLinear:

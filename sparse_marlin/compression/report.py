@@ -23,11 +23,12 @@ class LayerReport:
         status: ``compressed``, ``pruned`` (by a prune-only method) or ``skipped``.
         note: why it was skipped, or what was out of the ordinary.
         scheme: how it is stored.
-        method: how it was compressed.
+        method: how it was compressed; ``+refit`` where it was trained afterwards.
         error_before: relative output error that magnitude pruning and rounding to nearest would have made.
         error_after: relative output error that was made. Both in the 2-norm over the calibration inputs: for
             ``one-shot`` against the layer's output in the original model, otherwise against the original layer's output
-            for the same inputs; without calibration inputs the relative error of the weight.
+            for the same inputs; without calibration inputs the relative error of the weight. A refit lowers the error
+            of what its block leads to, for which that of a single layer may rise.
         bits_per_weight: stored bits per dense weight, scales and adapter included.
         damping: fraction of its mean that was added to the Hessian's diagonal.
         rows: calibration inputs that the layer saw.

@@ -39,12 +39,14 @@ class Solution:
         weight: [N, K] float32, what the compressed weight stands for.
         method: the method that made it.
         damping: what was added to the Hessian's diagonal, in units of its mean; 0 where no inverse was taken.
+        latent: [N, K] float32, what was rounded to the integers: in units of the scales, zero where pruned.
     """
 
     packed: PackedWeight | None
     weight: Tensor
     method: str
     damping: float = 0.0
+    latent: Tensor | None = None
 
 
 def default_method(sparsity: str | None, calibrated: bool) -> str:
@@ -59,6 +61,18 @@ def check_method(method: str, sparsity: str | None, allow_prune_only: bool) -> N
     known = METHODS_DENSE if sparsity is None else METHODS_24 + (PRUNE_ONLY if allow_prune_only else ())
     if method not in known:
         raise ValueError(f"method must be one of auto, {', '.join(known)} for sparsity={sparsity!r}, got {method!r}")
+
+
+def check_refit(refit: bool | None, method: str) -> None:
+    """Raises ValueError for a refit that is no yes or no, or after a method that it cannot follow."""
+    if refit not in (True, False, None) or isinstance(refit, int) != isinstance(refit, bool):
+        raise ValueError(f"refit must be True, False or None, got {refit!r}")
+    if refit and method in PRUNE_ONLY + UNCALIBRATED:
+        calibrated = [m for m in dict.fromkeys(METHODS_24 + METHODS_DENSE) if m not in UNCALIBRATED]
+        raise ValueError(
+            f"refit=True trains what a calibrated method has quantized, and {method!r} is none: "
+            f"use one of {', '.join(calibrated)}, or refit=False"
+        )
 
 
 def check_damping(damping: float) -> None:
@@ -112,7 +126,10 @@ def compress_weight(
         mask = magnitude_mask(score) if sparse else None
         if method in PRUNE_ONLY:
             return Solution(None, w if mask is None else w * mask, method)
-        return _finish(*round_to_nearest(w, mask, scheme), mask, scheme, method, 0.0)
+        scales = fit_scales(w if mask is None else w * mask, mask, scheme, None)
+        columns = scales.float().repeat_interleave(scheme.group_width(w.shape[1]), 1)
+        latent = _in_units(w if mask is None else w * mask, columns)
+        return _finish(latent, scales, mask, scheme, method, 0.0)
 
     factor = inverse_factor(hessian, damping)
     importance = factor.upper.diagonal().square().reciprocal()
@@ -130,17 +147,17 @@ def compress_weight(
     # pruning have been fed forward already, and those of rounding add up linearly.
     sweep(target, factor.upper, pairs, rounder)
     mask = None if pairs is None else pairs.mask()
-    codes = rounder.codes()
+    latent = rounder.latent()
     if method == "one-shot":
-        scales = refit_scales(w, codes, mask, scales, scheme, hessian, factor.damping)
-    return _finish(codes, scales, mask, scheme, method, factor.damping)
+        scales = refit_scales(w, _codes(latent, scheme), mask, scales, scheme, hessian, factor.damping)
+    return _finish(latent, scales, mask, scheme, method, factor.damping)
 
 
 def _finish(
-    codes: Tensor, scales: Tensor, mask: Tensor | None, scheme: Scheme, method: str, damping: float
+    latent: Tensor, scales: Tensor, mask: Tensor | None, scheme: Scheme, method: str, damping: float
 ) -> Solution:
-    packed = PackedWeight.pack(codes, scales, scheme, mask)
-    return Solution(packed, packed.dequantize(torch.float32), method, damping)
+    packed = PackedWeight.pack(_codes(latent, scheme), scales, scheme, mask)
+    return Solution(packed, packed.dequantize(torch.float32), method, damping, latent)
 
 
 def magnitude_mask(score: Tensor) -> Tensor:
@@ -150,17 +167,14 @@ def magnitude_mask(score: Tensor) -> Tensor:
     return torch.zeros_like(quads, dtype=torch.bool).scatter_(2, order, True).flatten(1)
 
 
-def round_to_nearest(w: Tensor, mask: Tensor | None, scheme: Scheme) -> tuple[Tensor, Tensor]:
-    """Codes [N, K] uint8 and fitted scales [N, G], every weight on its own."""
-    scales = fit_scales(w if mask is None else w * mask, mask, scheme, None)
-    columns = scales.float().repeat_interleave(scheme.group_width(w.shape[1]), 1)
-    return _quantize(w, columns, scheme).to(torch.uint8), scales
+def _in_units(w: Tensor, scales: Tensor) -> Tensor:
+    """w in units of its scales; a zero scale gives zero."""
+    return w * torch.where(scales == 0, 0.0, 1.0 / scales)
 
 
-def _quantize(w: Tensor, scales: Tensor, scheme: Scheme) -> Tensor:
-    """Codes (as floats) of w; a zero scale gives the zero code."""
-    inverse = torch.where(scales == 0, 0.0, 1.0 / scales)
-    return (w * inverse).round_().add_(scheme.zero_code).clamp_(0, scheme.max_code)
+def _codes(latent: Tensor, scheme: Scheme) -> Tensor:
+    """The nearest integers [N, K] uint8 that can be stored."""
+    return latent.round().add_(scheme.zero_code).clamp_(0, scheme.max_code).to(torch.uint8)
 
 
 def fit_scales(w: Tensor, mask: Tensor | None, scheme: Scheme, importance: Tensor | None) -> Tensor:
@@ -198,7 +212,7 @@ def fit_scales(w: Tensor, mask: Tensor | None, scheme: Scheme, importance: Tenso
     for divisor in (zero - 1, zero, *((zero - 0.5) / clip for clip in _CLIPS)):
         candidate = (largest / divisor).to(scheme.dtype)
         s = candidate.float().unsqueeze(2)
-        rounded = _quantize(groups, s, scheme).sub_(zero).mul_(s)
+        rounded = _in_units(groups, s).round_().clamp_(-zero, scheme.max_code - zero).mul_(s)
         error = rounded.sub_(groups).square_().mul_(weights).sum(2)
         better = error < best
         best = torch.where(better, error, best)
@@ -279,7 +293,7 @@ def sweep(w: Tensor, upper: Tensor, pairs: Pairs | None, rounder: Rounder | None
 
 
 class Rounder:
-    """Rounds columns to the grid of their groups and keeps the integers."""
+    """Rounds columns to the grid of their groups and keeps what was rounded."""
 
     def __init__(self, scheme: Scheme, scales: Tensor) -> None:
         self.scheme = scheme
@@ -291,14 +305,14 @@ class Rounder:
         width = self.scheme.group_size
         group = 0 if width == -1 else j // width
         zero = self.scheme.zero_code
-        code = (column * self.inverse[group]).round_().clamp_(-zero, self.scheme.max_code - zero)
+        latent = column * self.inverse[group]
         if kept is not None:
-            code *= kept
-        self._columns.append((code + zero).to(torch.uint8))
-        return code * self.scales[group]
+            latent *= kept
+        self._columns.append(latent)
+        return latent.round().clamp_(-zero, self.scheme.max_code - zero).mul_(self.scales[group])
 
-    def codes(self) -> Tensor:
-        """[N, K] uint8."""
+    def latent(self) -> Tensor:
+        """[N, K] float32."""
         return torch.stack(self._columns, 1)
 
 

@@ -27,12 +27,16 @@ _FORMAT = 2
 
 @dataclass(frozen=True)
 class Result:
-    """A finished layer: its compressed weight and adapter, or its pruned weight after a prune-only method."""
+    """A finished layer: its compressed weight and adapter, or its pruned weight after a prune-only method.
+
+    ``latent`` [N, K] is what was rounded to the weight's integers, where a refit will go on from there; not stored.
+    """
 
     report: LayerReport
     packed: PackedWeight | None
     pruned: Tensor | None
     adapter: Adapter | None = None
+    latent: Tensor | None = None
 
 
 class Store:

@@ -334,7 +334,7 @@ def solve_both(
             done = [store.load(index) for store in stores] or [None, None]
             if None in done:
                 collected = collect(model, block, mine[0], hidden, calls[index], None, where, on_nonfinite)
-                done = [_solve_stage(model, targets, collected, "one-shot", damping) for targets in mine]
+                done = [_solve_stage(model, targets, collected, "one-shot", damping, False) for targets in mine]
                 for store, results in zip(stores, done, strict=False):
                     store.save(index, results or [])
             for pair in zip(*(results or [] for results in done), strict=True):

@@ -147,8 +147,8 @@ def scale_dtype(weight: torch.dtype) -> torch.dtype:
     return torch.bfloat16 if weight == torch.bfloat16 else torch.float16
 
 
-def memory_need(model: nn.Module, prefix: str, targets: list[Target], windows: list[Tensor]) -> str:
-    """What compression will hold at its peak, in words."""
+def memory_need(model: nn.Module, prefix: str, targets: list[Target], windows: list[Tensor], refit: int = 0) -> str:
+    """What compression will hold at its peak, in words; a refit takes ``refit`` bytes."""
     gb = 1e-9
     weights = sum(p.numel() * p.element_size() for p in model.parameters())
     linears = [linear_at(model, t.name) for t in targets]
@@ -156,8 +156,8 @@ def memory_need(model: nn.Module, prefix: str, targets: list[Target], windows: l
     largest = max(m.in_features * m.out_features for m in linears)
     hidden = getattr(getattr(model, "config", None), "hidden_size", None) or widest
     tokens = sum(w.numel() for w in windows)
-    blocks = {t.name.split(".", prefix.count(".") + 2)[prefix.count(".") + 1] for t in targets}
-    per_block = sum(m.in_features for m in linears) // len(blocks)  # at most: Linears that share inputs count once
+    # At most: Linears that share inputs count once.
+    per_block = sum(m.in_features for m in linears) // blocks_of(prefix, targets)
     activations = tokens * (3 * hidden + per_block) * next(model.parameters()).element_size()
     solver = 4 * (7 * widest * widest + 8 * largest)
     adapters = sum(
@@ -167,11 +167,20 @@ def memory_need(model: nn.Module, prefix: str, targets: list[Target], windows: l
     )
     if adapters:  # the errors of the widest stage, and the eigenvectors of one
         solver += 4 * (3 * widest * widest + 4 * largest)
-    return (
-        f"memory needed: {(weights + adapters + activations + solver) * gb:.2f} GB = model {weights * gb:.2f}"
-        + (f" + adapters {adapters * gb:.2f}" if adapters else "")
-        + f" + activations of {tokens} tokens {activations * gb:.2f} + Hessians and solver {solver * gb:.2f}"
-    )
+    parts = {
+        "model": weights,
+        "adapters": adapters,
+        f"activations of {tokens} tokens": activations,
+        "Hessians and solver": solver,
+        "refit": refit,
+    }
+    listed = " + ".join(f"{name} {size * gb:.2f}" for name, size in parts.items() if size)
+    return f"memory needed: {sum(parts.values()) * gb:.2f} GB = {listed}"
+
+
+def blocks_of(prefix: str, targets: list[Target]) -> int:
+    """In how many blocks the targets are."""
+    return len({t.name.removeprefix(prefix).split(".")[1] for t in targets})
 
 
 def linear_at(model: nn.Module, name: str) -> nn.Linear:

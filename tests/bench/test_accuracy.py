@@ -37,3 +37,11 @@ def test_a_command_keeps_the_names_of_files_alone() -> None:
     words = ["python", "bench/accuracy.py", "--model", "/data/small/", "--text", "./a text.txt", "--seed", "1"]
     assert results.command(words[1], words[2:]) == "python bench/accuracy.py --model small --text 'a text.txt' --seed 1"
     assert "--json accuracy.json" in json.loads(RESULTS.read_text(encoding="utf-8"))["meta"]["command"]
+
+
+def test_rows_with_a_refit_are_what_they_are_without_one_and_trained() -> None:
+    for name, how in accuracy.METHODS.items():
+        if name.endswith("+refit"):
+            sparsity, method = accuracy.METHODS[name.removesuffix("+refit")]
+            assert how == (sparsity, method + "+refit")
+    assert {"gptq+refit", "one-shot-dense+refit", "one-shot+refit"} <= accuracy.METHODS.keys()
