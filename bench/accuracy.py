@@ -136,7 +136,7 @@ def table_of(found: dict[str, Any]) -> tuple[tuple[str, ...], list[tuple[str, ..
 
     Not the minutes: the file does not say what else ran on the machine.
     """
-    meta, rows = found["meta"], found["rows"]
+    meta, rows = found["meta"], rows_of(found)
     columns = (
         "method",
         "calibration windows",
@@ -167,6 +167,12 @@ def table_of(found: dict[str, Any]) -> tuple[tuple[str, ...], list[tuple[str, ..
     return columns, cells, caption
 
 
+def rows_of(found: dict[str, Any]) -> list[dict[str, Any]]:
+    """The rows of a file; what all of them have in common may be in its meta."""
+    shared = {k: found["meta"][k] for k in ("calibration_windows", "commit") if k in found["meta"]}
+    return [shared | r for r in found["rows"]]
+
+
 def _write(args: argparse.Namespace, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Writes the file anew; the rows in it, which may have come from several runs."""
     setting = {
@@ -184,8 +190,7 @@ def _write(args: argparse.Namespace, rows: list[dict[str, Any]]) -> list[dict[st
     if args.json.exists():
         before = json.loads(args.json.read_text(encoding="utf-8"))
         if setting.items() <= before["meta"].items():
-            shared = {k: before["meta"][k] for k in ("calibration_windows", "commit") if k in before["meta"]}
-            rows = [*(shared | r for r in before["rows"]), *rows]
+            rows = [*rows_of(before), *rows]
     merged = {(r["method"], r["calibration_windows"]): r for r in rows}
     order = list(METHODS)
     rows = [merged[key] for key in sorted(merged, key=lambda key: (order.index(key[0]), key[1]))]

@@ -123,7 +123,7 @@ class Benchmark:
     ) -> None:
         self.job, self.found, self.timer, self.limits, self.meta = job, found, timer, limits, meta
         self.path, self.old, self.deadline, self.clock = path, old, deadline, clock
-        self.todo = missing_products(job, None) if todo is None else todo
+        self.todo = missing_products(job, None, found.peers) if todo is None else todo
         self.notes = Notes()
         self.rows: list[Row] = []
         self.done = 0
@@ -321,17 +321,30 @@ class Benchmark:
             )
 
 
-def missing_products(job: Job, old: Results | None) -> dict[tuple[int, int, str], list[int]]:
-    """The numbers of tokens to measure, by N, K and dtype: without what a file has of cuBLAS and ours."""
+def missing_products(
+    job: Job, old: Results | None, implementations: Sequence[peers.Peer]
+) -> dict[tuple[int, int, str], list[int]]:
+    """The numbers of tokens to measure, by N, K and dtype: without those of which a file has every implementation.
+
+    What was wrong or could not be timed is known as well.
+    """
+    wanted = {
+        (p.name, s) for p in implementations for s in p.sparsities if s in job.sparsities or p.name == results.BASE
+    }
+    own_bits = {p.name: p.bits for p in implementations}
+    notes = [e for name in ("wrong", "failed") for e in old.meta.get(name, [])] if old else []
     todo = {}
     for n, k, dtype in job.problems():
-        known: dict[int, set[str]] = {}
-        for r in old.select(N=n, K=k, dtype=dtype) if old else []:
-            if r.impl == results.BASE:
-                known.setdefault(r.M, set()).add(r.impl)
-            elif r.impl == "sparse_marlin" and (r.bits, r.group_size) == (job.bits, job.group_size):
-                known.setdefault(r.M, set()).add(r.sparsity)
-        tokens = [m for m in job.tokens if not known.get(m, set()) >= {results.BASE, *job.sparsities}]
+        rows = old.select(N=n, K=k, dtype=dtype) if old else []
+        known = {
+            (r.impl, r.sparsity, r.M)
+            for r in rows
+            if own_bits.get(r.impl) is not None or (r.bits, r.group_size) == (job.bits, job.group_size)
+        }
+        for e in notes:
+            if (e["N"], e["K"], e["dtype"]) == (n, k, dtype):
+                known |= {(e["impl"], e["sparsity"], m) for m in (job.tokens if e.get("M") is None else [e["M"]])}
+        tokens = [m for m in job.tokens if any((*w, m) not in known for w in wanted)]
         if tokens:
             todo[n, k, dtype] = tokens
     return todo
@@ -424,7 +437,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except results.ResultError as e:
         print(f"{args.json}: {e}", file=sys.stderr)
         return 2
-    todo = missing_products(job, old if args.resume else None)
+    todo = missing_products(job, old if args.resume else None, found.peers)
     search = start_search(found, job, todo) if cuda else None
     if search is not None:
         use_algorithms(found, search, job, todo, deadline, meta)
@@ -612,7 +625,7 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, Job, list[str]]:
         "--ours", nargs="+", default=[], metavar="PREFIX", help="also ours with these kernels alone, such as sm80"
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there, after every shape; adds to it")
-    parser.add_argument("--resume", action="store_true", help="leave out what FILE has")
+    parser.add_argument("--resume", action="store_true", help="leave out products of which FILE has everything")
     parser.add_argument("--plot", type=Path, metavar="FOLDER", help="draw the results there")
     parser.add_argument("--time-limit", type=float, metavar="SECONDS", help="stop after the last product that fits")
     parser.add_argument("--seed", type=int, default=0)

@@ -42,6 +42,5 @@ def test_a_command_keeps_the_names_of_files_alone() -> None:
 def test_rows_with_a_refit_are_what_they_are_without_one_and_trained() -> None:
     for name, how in accuracy.METHODS.items():
         if name.endswith("+refit"):
-            sparsity, method = accuracy.METHODS[name.removesuffix("+refit")]
-            assert how == (sparsity, method + "+refit")
+            assert how == {**(accuracy.METHODS[name.removesuffix("+refit")] or {}), "refit": True}
     assert {"gptq+refit", "one-shot-dense+refit", "one-shot+refit"} <= accuracy.METHODS.keys()

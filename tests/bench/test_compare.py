@@ -290,7 +290,7 @@ def test_resume_measures_the_rest(fake_cuda: FakeCuda, tmp_path: Path) -> None:
     mine = ours(fake_cuda)
     found = [base(fake_cuda), mine]
     old = results.read(path)
-    todo = compare.missing_products(JOB, old)
+    todo = compare.missing_products(JOB, old, found)
     assert todo == {(128, 64, "float16"): [1, 16, 200]}
     bench, rows = run(found, FakeCudaTimer(20_000.0), path=path, old=old, todo=todo)
     assert mine.prepared == 2  # the second weight alone, dense and 2:4
@@ -300,18 +300,27 @@ def test_resume_measures_the_rest(fake_cuda: FakeCuda, tmp_path: Path) -> None:
 
 
 def test_what_is_missing() -> None:
-    rows = [make_row(impl=i, N=64, K=128, M=16, group_size=32) for i in ("cublas", "sparse_marlin", "humming")]
-    known = Results({}, [*rows, make_row(impl="sparse_marlin", N=64, K=128, M=1, group_size=32)])
+    of = {"N": 64, "K": 128, "M": 16, "group_size": 32}
+    rows = [make_row(impl=i, **of) for i in ("sparse_marlin", "humming")]
+    rows += [make_row(impl="cublas", **of, bits=16), make_row(impl="sparse_marlin", **{**of, "M": 1})]
+    known = Results({}, rows)
     dense = replace(JOB, shapes=((64, 128),), sparsities=("none",))
-    assert compare.missing_products(dense, known) == {(64, 128, "float16"): [1, 200]}
+    two = [base(), ours()]
+    assert compare.missing_products(dense, known, two) == {(64, 128, "float16"): [1, 200]}
+    assert compare.missing_products(dense, known, [*two, Stub("humming")]) == {(64, 128, "float16"): [1, 200]}
     everything = {(64, 128, "float16"): [1, 16, 200]}
-    assert compare.missing_products(dense, None) == everything
+    assert compare.missing_products(dense, None, two) == everything
     for other in (
         replace(dense, group_size=64),
         replace(dense, bits=8),
         replace(dense, sparsities=("none", "2:4")),  # 2:4 is not known yet
     ):
-        assert compare.missing_products(other, known) == everything
+        assert compare.missing_products(other, known, two) == everything
+    more = [*two, Stub("torch_int4")]
+    assert compare.missing_products(dense, known, more) == everything
+    note = {"impl": "torch_int4", "sparsity": "none", "N": 64, "K": 128, "dtype": "float16", "reason": "no"}
+    for meta in ({"failed": [note]}, {"wrong": [{**note, "M": 16}]}):
+        assert compare.missing_products(dense, Results(meta, rows), more) == {(64, 128, "float16"): [1, 200]}
 
 
 def test_checked_rows() -> None:
@@ -462,7 +471,7 @@ def test_wrong_result_of_ours_is_a_failure(monkeypatch: pytest.MonkeyPatch, caps
 
 def test_search_is_used(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     found = peers.Found([base(), ours(), peers.Cusparselt(), peers.Cusparselt({})])
-    todo = compare.missing_products(JOB, None)
+    todo = compare.missing_products(JOB, None, found.peers)
     assert compare.start_search(found, replace(JOB, sparsities=("none",)), todo) is None
     assert compare.start_search(peers.Found([base(), peers.Cusparselt()]), JOB, todo) is None
 
