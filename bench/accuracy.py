@@ -192,8 +192,8 @@ def _write(args: argparse.Namespace, rows: list[dict[str, Any]]) -> list[dict[st
         if setting.items() <= before["meta"].items():
             rows = [*rows_of(before), *rows]
     merged = {(r["method"], r["calibration_windows"]): r for r in rows}
-    order = list(METHODS)
-    rows = [merged[key] for key in sorted(merged, key=lambda key: (order.index(key[0]), key[1]))]
+    order = {name: i for i, name in enumerate(METHODS)}  # what is no longer measured comes last
+    rows = [merged[key] for key in sorted(merged, key=lambda key: (order.get(key[0], len(order)), key))]
     command = results.command("bench/accuracy.py", sys.argv[1:])
     run = {"date": datetime.now(timezone.utc).isoformat(timespec="seconds"), "command": command}
     args.json.parent.mkdir(parents=True, exist_ok=True)

@@ -56,6 +56,7 @@ DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 # Largest error against float64, relative to the largest element, in units of the dtype's epsilon: a result that is
 # rounded a few times on its way passes, one that misses a scale or a tile does not.
 TOLERANCE_EPS = 4
+GIVEN_UP = "given up, see before"
 GIVE_UP = 6  # failures of an implementation, three for a weight that it cannot take, that has not worked yet
 CHECKED_ROWS = 128  # the first ones; of the others, one in each 64
 
@@ -205,9 +206,9 @@ class Benchmark:
             for peer in takers:
                 if self.expired():
                     return
-                problem = {"impl": peer.name, "sparsity": sparsity, "N": n, "K": k, "dtype": dtype}
+                problem = self._problem(peer.name, sparsity, n, k, dtype)
                 if peer.name in self._given_up:
-                    self._fail(problem, "given up, see before")
+                    self._fail(problem, GIVEN_UP)
                     continue
                 if reason := peer.refuses(scheme, DTYPES[dtype], n, k):
                     self._fail(problem, reason)
@@ -243,7 +244,7 @@ class Benchmark:
         for s in subjects:
             if s.name in self._given_up:
                 continue
-            problem = {"impl": s.name, "sparsity": s.sparsity, "N": n, "K": k, "M": m, "dtype": dtype}
+            problem = self._problem(s.name, s.sparsity, n, k, dtype) | {"M": m}
             try:
                 y = s.functions[0](x)  # also where libraries compile and choose
                 error = max_rel_err(y, rows, s.reference[: len(rows)], (m, n))
@@ -301,6 +302,10 @@ class Benchmark:
             )
         return True
 
+    def _problem(self, impl: str, sparsity: str, n: int, k: int, dtype: str) -> dict[str, Any]:
+        scheme = {"bits": self.job.bits, "group_size": self.job.group_size}
+        return {"impl": impl, "sparsity": sparsity, "N": n, "K": k, "dtype": dtype, **scheme}
+
     def _fail(self, problem: dict[str, Any], reason: str) -> None:
         self.notes.failed.append({**problem, "reason": reason})
 
@@ -342,7 +347,8 @@ def missing_products(
             if own_bits.get(r.impl) is not None or (r.bits, r.group_size) == (job.bits, job.group_size)
         }
         for e in notes:
-            if (e["N"], e["K"], e["dtype"]) == (n, k, dtype):
+            of = (e["N"], e["K"], e["dtype"], e.get("bits"), e.get("group_size"))
+            if of == (n, k, dtype, job.bits, job.group_size) and e.get("reason") != GIVEN_UP:
                 known |= {(e["impl"], e["sparsity"], m) for m in (job.tokens if e.get("M") is None else [e["M"]])}
         tokens = [m for m in job.tokens if any((*w, m) not in known for w in wanted)]
         if tokens:

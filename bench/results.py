@@ -155,7 +155,7 @@ def merge(old: Results | None, new: Results) -> Results:
     meta = dict(new.meta)
     timed = {(r.impl, r.sparsity, r.N, r.K, r.M, r.dtype) for r in new.rows}
     for name in NOTES:
-        kept = [e for e in old.meta.get(name, []) if name == "host_us" or _subject(e) not in timed]
+        kept = [e for e in old.meta.get(name, []) if name == "host_us" or _subject(e)[:6] not in timed]
         merged = {_subject(e): e for e in [*kept, *new.meta.get(name, [])]}
         meta[name] = list(merged.values())
     if "cusparselt" in old.meta:  # lists of N, K, dtype, M and an algorithm
@@ -171,7 +171,7 @@ def merge(old: Results | None, new: Results) -> Results:
 
 
 def _subject(entry: Mapping[str, Any]) -> tuple[Any, ...]:
-    return tuple(entry.get(k) for k in ("impl", "sparsity", "N", "K", "M", "dtype"))
+    return tuple(entry.get(k) for k in ("impl", "sparsity", "N", "K", "M", "dtype", "bits", "group_size"))
 
 
 def _order(row: Row) -> tuple[Any, ...]:

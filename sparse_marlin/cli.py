@@ -20,7 +20,8 @@ from rich.table import Table
 
 from . import __version__, bench, checkpoints, models, runtime, samples, tuning
 from .compression import patch_model
-from .compression.solve import METHODS_24, METHODS_DENSE, check_method, check_refit
+from .compression.adapters import check_adapter
+from .compression.solve import METHODS_24, METHODS_DENSE, check_damping, check_method, check_refit
 from .compression.structure import check_settings
 from .dispatch import PLAN_TOKENS, RECORDED, Device, choice_of, explain, parse_plan
 from .evaluate import evaluate, evaluate_tasks, find_tasks
@@ -101,8 +102,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     p.add_argument(
         "--refit",
-        action=argparse.BooleanOptionalAction,
-        help="train each block to put out what it does in the original model; default: with one-shot on a GPU",
+        action="store_true",
+        help="train each block to put out what it does in the original model; takes a GPU",
     )
     p.add_argument("--skip", action="append", default=[], metavar="PATTERN", help="layers to leave out; repeatable")
     p.add_argument(
@@ -149,7 +150,7 @@ def _parser() -> argparse.ArgumentParser:
     what.add_argument("--tasks", nargs="+", metavar="NAME", help="tasks of lm-evaluation-harness (pip install lm-eval)")
     p.add_argument("--task-path", type=Path, metavar="DIR", help="directory of more tasks, as YAML files")
     p.add_argument("--reference", metavar="MODEL", help="model to compare with")
-    p.add_argument("--window", type=_positive, default=512, metavar="N", help="tokens per window")
+    p.add_argument("--window", type=_positive, metavar="N", help="tokens per window; default: 512")
     p.add_argument("--max-windows", type=_positive, metavar="N", help="windows to evaluate; default: all")
     p.add_argument("--batch-size", type=_positive, default=1, metavar="N", help="windows or sequences per pass")
     p.add_argument("--report", type=Path, metavar="FILE", help="write the numbers there, as JSON")
@@ -179,7 +180,7 @@ def _parser() -> argparse.ArgumentParser:
         help=f"numbers of tokens; default: {','.join(map(str, _BENCH_TOKENS))}, to tune those of a whole plan",
     )
     what = p.add_mutually_exclusive_group()
-    what.add_argument("--tune", action="store_true", help="measure all candidates, and remember the fastest ones")
+    what.add_argument("--tune", action="store_true", help="measure all candidates, and remember the best ones")
     what.add_argument("--explain", type=_positive, metavar="M", help="only say what is chosen for M tokens, and why")
     p.add_argument(
         "--device",
@@ -251,6 +252,10 @@ def _compress(args: argparse.Namespace) -> None:
     elif args.method != "auto":
         check_method(args.method, sparsity, allow_prune_only=False)
     check_refit(args.refit, args.method)
+    check_damping(args.damping)
+    check_adapter(args.adapter_rank, args.adapter_bits, args.method)
+    if args.adapter_rank and sparsity == "auto":
+        raise ValueError("--adapter-rank does not go with --sparsity auto")
     try:
         checkpoints.check_destination(args.out, overwrite=args.overwrite)
     except FileExistsError as e:
@@ -347,6 +352,12 @@ def _convert(args: argparse.Namespace) -> None:
 
 
 def _evaluate(args: argparse.Namespace) -> None:
+    if args.report and not args.report.absolute().parent.is_dir():
+        raise FileNotFoundError(f"cannot write {args.report}: its directory does not exist")
+    if args.tasks and (args.reference or args.window or args.max_windows):
+        raise ValueError("--reference, --window and --max-windows go with --text, not with --tasks")
+    if args.text and args.task_path:
+        raise ValueError("--task-path goes with --tasks, not with --text")
     numbers = _evaluate_tasks(args) if args.tasks else _evaluate_text(args)
     if args.report:
         args.report.write_text(json.dumps(numbers, indent=1) + "\n", encoding="utf-8")
@@ -361,7 +372,7 @@ def _evaluate_text(args: argparse.Namespace) -> dict[str, Any]:
     result = evaluate(
         model,
         tokens,
-        args.window,
+        args.window or 512,
         max_windows=args.max_windows,
         batch_size=args.batch_size,
         reference=reference,

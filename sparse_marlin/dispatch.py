@@ -214,8 +214,8 @@ def why_not(scheme: Scheme, dtype: torch.dtype, device: Device) -> str | None:
 def configurations(problem: Problem, device: Device, kernels: Sequence[Kernel]) -> list[Config | Refusal]:
     """Every kernel's best configuration, or why it cannot run.
 
-    The configurations come first, the fastest at their head: those of kernels made for the device's architecture, then
-    those of older ones.
+    The configurations come first, the best (see :func:`rank`) at their head: those of kernels made for the device's
+    architecture, then those of older ones.
     """
     if reason := why_not(problem.scheme, problem.dtype, device):
         return [Refusal("every kernel", reason)]
@@ -231,7 +231,7 @@ def configurations(problem: Problem, device: Device, kernels: Sequence[Kernel]) 
 
 
 def choose(problem: Problem, device: Device, kernels: Sequence[Kernel]) -> Config | None:
-    """The fastest configuration, or None if no kernel can run the problem."""
+    """The best configuration, or None if no kernel can run the problem."""
     first = next(iter(configurations(problem, device, kernels)), None)
     return first if isinstance(first, Config) else None
 
@@ -240,7 +240,8 @@ def choose(problem: Problem, device: Device, kernels: Sequence[Kernel]) -> Confi
 def recorded_us(tokens: int, N: int, K: int, scheme: Scheme, device: str = "h200") -> float:
     """Microseconds that a float16 product with a weight [N, K] should take on a recorded GPU, by its best kernel.
 
-    Needs neither a GPU nor the extension: kernels are those of :data:`RECORDED_KERNELS`.
+    Needs neither a GPU nor the extension: kernels are those of :data:`RECORDED_KERNELS`. INT8 has fewer of them: its
+    times are a guess.
     """
     config = choose(Problem(tokens, N, K, scheme, torch.float16), RECORDED[device], RECORDED_KERNELS)
     assert config is not None

@@ -173,8 +173,12 @@ def evaluate_tasks(
     from lm_eval import simple_evaluate
     from lm_eval.models.huggingface import HFLM
 
-    lm = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size)
-    found = simple_evaluate(lm, tasks=list(names), task_manager=manager, log_samples=False)
+    was_training = model.training
+    try:
+        lm = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size)
+        found = simple_evaluate(lm, tasks=list(names), task_manager=manager, log_samples=False)
+    finally:
+        model.train(was_training)
     return {
         task: {key.removesuffix(",none"): float(x) for key, x in metrics.items() if isinstance(x, (int, float))}
         for task, metrics in found["results"].items()

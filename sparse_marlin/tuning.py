@@ -1,4 +1,4 @@
-"""Measuring the kernels on a GPU, and remembering which is the fastest for a layer's shape there."""
+"""Measuring the kernels on a GPU, and remembering which is the best for a layer's shape there."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def candidates(
 def tune(
     packed: PackedWeight, dtype: torch.dtype, tokens: Iterable[int] = PLAN_TOKENS, progress: bool = False
 ) -> dict[int, list[Config]]:
-    """Measures the kernels for a layer on its GPU and remembers the fastest ones in the user's cache.
+    """Measures the kernels for a layer on its GPU and remembers the best ones in the user's cache.
 
     Layers of this shape, scheme and dtype that are prepared later take them, in this process and in others of the user,
     on GPUs of this name; those that are prepared already keep their plan until :meth:`CompressedLinear.restore`. What

@@ -97,12 +97,12 @@ def test_compress_to_a_target(model: str, text: str, tmp_path: Path, capsys: pyt
     assert f"bits per compressed weight: {reached:.3f}" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(("switch", "method"), [("--refit", "one-shot+refit"), ("--no-refit", "one-shot")])
+@pytest.mark.parametrize(("switch", "method"), [(["--refit"], "one-shot+refit"), ([], "one-shot")])
 def test_compress_with_and_without_a_refit(
-    model: str, text: str, tmp_path: Path, switch: str, method: str, monkeypatch: pytest.MonkeyPatch
+    model: str, text: str, tmp_path: Path, switch: list[str], method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(refit, "SETTING", refit.Refit(steps=8, tokens=64, weight_rate=0.05))
-    options = ["--calibration", text, "--samples", "4", "--sequence-length", "32", "--group-size", "32", switch]
+    options = ["--calibration", text, "--samples", "4", "--sequence-length", "32", "--group-size", "32", *switch]
     report = tmp_path / "report.json"
     assert main(["compress", model, str(tmp_path / "out"), *options, "--report", str(report)]) == 0
     layers = json.loads(report.read_text())["layers"]
@@ -114,6 +114,37 @@ def test_a_refit_of_what_is_not_calibrated_is_refused_before_the_model_is_read(
 ) -> None:
     command = ["compress", "no such model", str(tmp_path / "out"), "--method", "magnitude+rtn", "--refit"]
     assert "refit=True" in fails(capsys, *command)
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        (["--damping", "-1"], "damping"),
+        (["--adapter-rank", "1.5"], "adapter_rank"),
+        (["--sparsity", "auto", "--target-bits", "4", "--adapter-rank", "8"], "--sparsity auto"),
+    ],
+    ids=str,
+)
+def test_compress_refuses_before_the_model_is_read(
+    options: list[str], reason: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert reason in fails(capsys, "compress", "no such model", str(tmp_path / "out"), *options)
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        (["--tasks", "a", "--window", "7"], "--text"),
+        (["--tasks", "a", "--reference", "b"], "--text"),
+        (["--text", "c", "--task-path", "d"], "--tasks"),
+        (["--text", "c", "--report", "missing/r.json"], "does not exist"),
+    ],
+    ids=str,
+)
+def test_evaluate_refuses_before_the_model_is_read(
+    options: list[str], reason: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert reason in fails(capsys, "evaluate", "no such model", *options)
 
 
 def test_inspect(compressed: str, capsys: pytest.CaptureFixture[str]) -> None:

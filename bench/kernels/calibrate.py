@@ -182,7 +182,8 @@ def fit(data: dict[str, Any]) -> None:
 def report(rows: Sequence[tuple[Problem, Kernel, Config, float]], device: Device, best: dict[Problem, float]) -> None:
     chosen: dict[Problem, tuple[float, float, str]] = {}
     for p, kernel, config, us in rows:
-        chosen[p] = min((dispatch.estimate(p, device, kernel, config), us, config.step), chosen.get(p, (1e9, 0.0, "")))
+        expected = replace(config, microseconds=dispatch.estimate(p, device, kernel, config))
+        chosen[p] = min((dispatch.rank(p, device, kernel, expected), us, config.step), chosen.get(p, (1e9, 0.0, "")))
     loss = sorted(((us / best[p] - 1, p, step) for p, (_, us, step) in chosen.items()), key=lambda v: -v[0])
     print(f"choices are {sum(v[0] for v in loss) / len(loss):.1%} slower than the fastest on average; the worst:")
     for lost, p, step in loss[:12]:

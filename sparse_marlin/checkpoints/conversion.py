@@ -181,8 +181,11 @@ def plan(
             raise ValueError(f"{source}: no layer has an adapter: leave lora out")
         lora = Path(lora)
         check_free(lora)
-        if lora.absolute() == destination.absolute():
-            raise ValueError(f"lora and destination must be two directories, got {destination} for both")
+        one, other = lora.absolute(), destination.absolute()
+        if one == other or one in other.parents or other in one.parents:
+            raise ValueError(
+                f"lora and destination must be two directories, neither inside the other: {lora}, {destination}"
+            )
     parts = [(plain, layers) for plain, layers in checkpoint.work() if plain or layers]
     names = shard_names(len(parts))
     shards = [Shard(file, *part) for file, part in zip(names, parts, strict=True)]

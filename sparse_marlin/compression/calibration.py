@@ -23,6 +23,7 @@ def calibration_windows(
     sequence_length: int,
     seed: int,
     progress: bool,
+    hold_out: int = 0,
 ) -> list[Tensor]:
     """Token windows [B, T] int64, ready to be fed to the model one after the other.
 
@@ -35,6 +36,8 @@ def calibration_windows(
         sequence_length: length of the windows taken from texts, or sampled.
         seed: chooses the windows, and what is sampled.
         progress: show a progress bar while sampling.
+        hold_out: if not 0, one window of so many from texts, the last ones, comes from the last part of the texts, as
+            large a share of them, and no other window does.
 
     Raises:
         ValueError: if nothing is there to calibrate on, a tokenizer is missing, or a token is not in the vocabulary.
@@ -57,7 +60,7 @@ def calibration_windows(
             windows.append(_as_window(item))
     if texts:
         length = min(sequence_length, context or sequence_length)
-        windows += _windows_of_texts(texts, tokenizer, num_samples, length, seed)
+        windows += _windows_of_texts(texts, tokenizer, num_samples, length, seed, hold_out)
     if not windows:
         raise ValueError("the calibration set is empty: pass token tensors or texts, or None to sample from the model")
     vocabulary = vocabulary_size(model)
@@ -96,16 +99,26 @@ def _as_window(item: Any) -> Tensor:
     return tokens.to("cpu", torch.int64).reshape(-1, tokens.shape[-1])
 
 
-def _windows_of_texts(texts: list[str], tokenizer: Any, count: int, length: int, seed: int) -> list[Tensor]:
+def _windows_of_texts(
+    texts: list[str], tokenizer: Any, count: int, length: int, seed: int, hold_out: int
+) -> list[Tensor]:
     if tokenizer is None:
         raise ValueError("calibration texts need tokenizer=")
     ids = torch.cat([torch.as_tensor(tokenizer(t)["input_ids"], dtype=torch.int64).flatten() for t in texts])
     if len(ids) < 2:
         raise ValueError(f"the calibration texts hold only {len(ids)} tokens")
-    length = min(length, len(ids))
+    held = max(1, count // hold_out) if hold_out else 0
+    cut = len(ids) - (max(2, len(ids) // hold_out) if hold_out else 0)
     generator = torch.Generator().manual_seed(seed)
-    starts = torch.randint(0, len(ids) - length + 1, (min(count, max(1, len(ids) // length)),), generator=generator)
-    return [ids[s : s + length].unsqueeze(0) for s in starts.tolist()]
+    windows = []
+    for part, wanted in ((ids[:cut], count - held), (ids[cut:], held)):
+        if wanted and len(part):
+            size = min(length, len(part))
+            starts = torch.randint(
+                0, len(part) - size + 1, (min(wanted, max(1, len(part) // size)),), generator=generator
+            )
+            windows += [part[s : s + size].unsqueeze(0) for s in starts.tolist()]
+    return windows
 
 
 def vocabulary_size(model: nn.Module) -> int | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, Literal
 
@@ -38,12 +39,12 @@ from .store import Result, Store
 from .targets import (
     Target,
     blocks_of,
+    check_names,
     choose_targets,
     decoder_blocks,
     linear_at,
     memory_need,
     patterns,
-    with_structures,
 )
 
 
@@ -73,7 +74,7 @@ def patch_model(
     on_nonfinite: Literal["raise", "fallback"] = "raise",
     adapter_rank: int | float = 0,
     adapter_bits: Literal[4, 16] = 16,
-    refit: bool | None = None,
+    refit: bool = False,
 ) -> Report:
     """Compresses every ``nn.Linear`` of a causal LM's decoder blocks, in place.
 
@@ -113,8 +114,8 @@ def patch_model(
             See :mod:`sparse_marlin.compression.adapters`.
         adapter_bits: 16 for adapters in the precision of the scales, 4 for INT4 ones.
         refit: whether each block is trained, once its layers are solved, to put out what it does in the original model:
-            its integers and scales, not the masks (see :mod:`~sparse_marlin.compression.refit`). The default is yes for
-            ``one-shot`` on a GPU, and no otherwise: it takes a few hundred passes through every block.
+            its integers and scales, not the masks (see :mod:`~sparse_marlin.compression.refit`). It takes a few hundred
+            passes through every block: use a GPU.
 
     Returns:
         A report of every layer.
@@ -123,7 +124,15 @@ def patch_model(
         ValueError: for settings, layers or calibration data that cannot work; the model is unchanged then.
         NonFiniteError: for non-finite inputs of a layer, named, with ``on_nonfinite="raise"``.
     """
+    if on_nonfinite not in ("raise", "fallback"):
+        raise ValueError(f"on_nonfinite must be 'raise' or 'fallback', got {on_nonfinite!r}")
+    check_damping(damping)
     check_adapter(adapter_rank, adapter_bits, method)
+    check_refit(refit, method)
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"patch_model takes an nn.Module, got {type(model).__name__}")
+    if refit:
+        refitting.check_model(model)
     if sparsity == "auto":
         if adapter_rank:
             raise ValueError("adapter_rank does not go with sparsity='auto', which chooses by the weights' own size")
@@ -159,25 +168,16 @@ def patch_model(
     method = default_method(scheme.sparsity, calibrated=True) if method == "auto" else method
     for s in {s.sparsity: s for s in schemes}:
         check_method(method, s, allow_prune_only=True)
-    if on_nonfinite not in ("raise", "fallback"):
-        raise ValueError(f"on_nonfinite must be 'raise' or 'fallback', got {on_nonfinite!r}")
-    check_damping(damping)
-    check_refit(refit, method)
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"patch_model takes an nn.Module, got {type(model).__name__}")
     prefix, blocks = decoder_blocks(model)
     names = patterns("skip", skip), patterns("only", only)
-    targets, skipped = choose_targets(model, prefix, *names, scheme, dtype, adapter_rank, adapter_bits)
+    mapping = sparsity if isinstance(sparsity, Mapping) else {}
+    targets, skipped = choose_targets(model, prefix, *names, scheme, dtype, adapter_rank, adapter_bits, mapping)
     if isinstance(sparsity, Mapping):
-        targets = with_structures(targets, sparsity)
+        check_names(targets, sparsity)
     windows = calibration_windows(model, calibration, tokenizer, num_samples, sequence_length, seed, progress)
-    if refit is None:
-        where = next(blocks.parameters()).device if device is None else torch.device(device)
-        refit = method == "one-shot" and where.type == "cuda"
     setting = refitting.SETTING if refit else None
     if progress:
-        linears = [linear_at(model, t.name) for t in targets]
-        more = refitting.memory_need(linears, blocks_of(prefix, targets), windows, setting) if setting else 0
+        more = refit_need(model, prefix, targets, windows, refit)
         print(memory_need(model, prefix, targets, windows, more), file=sys.stderr)
 
     settings = {
@@ -216,7 +216,7 @@ def patch_model(
                     del seen
                 if done is None:
                     done = []
-                    for i, stage in enumerate(stages):
+                    for stage in stages:
                         collected = collect(model, block, stage, hidden, calls[index], inputs, where, on_nonfinite)
                         results = _solve_stage(model, stage, collected, method, damping, setting is not None)
                         if setting:
@@ -224,14 +224,15 @@ def patch_model(
                         for result in results:
                             _install(model, result, linear_at(model, result.report.name))
                         done += results
-                        if setting and (i + 1 == len(stages) or (setting.parts and _part_ends(stage, stages[i + 1]))):
-                            chain = list(zip(blocks[index:], calls[index:], strict=True))[: 1 + setting.ahead]
-                            done = refitting.refit(
-                                model, dense, done, chain, hidden, original, where, setting, seed, progress
-                            )
-                            for result in done:
-                                _install(model, result, dense[result.report.name])
                     if setting:
+                        chain = list(zip(blocks[index:], calls[index:], strict=True))[: 1 + setting.ahead]
+                        if device is None:  # blocks stay where they are
+                            chain = list(takewhile(lambda c: next(c[0].parameters()).device == where, chain))
+                        done = refitting.refit(
+                            model, dense, done, chain, hidden, original, where, setting, seed, progress
+                        )
+                        for result in done:
+                            _install(model, result, dense[result.report.name])
                         collected = collect(model, block, mine, hidden, calls[index], inputs, where, on_nonfinite)
                         done = [_with_error(r, dense[r.report.name], collected) for r in done]
                     if store:
@@ -336,10 +337,12 @@ def _error(weight: Tensor, approximation: Tensor, moments: Moments | None) -> fl
     return output_error(weight, approximation, None) if moments is None else moments.error(weight, approximation)
 
 
-def _part_ends(stage: list[Target], following: list[Target]) -> bool:
-    """Whether a part of the block, say its attention, ends with a stage: no module has Linears in both."""
-    parents = [{t.name.rpartition(".")[0] for t in targets} for targets in (stage, following)]
-    return parents[0].isdisjoint(parents[1])
+def refit_need(model: nn.Module, prefix: str, targets: list[Target], windows: list[Tensor], refit: bool) -> int:
+    """Bytes that a refit takes at its peak."""
+    linears = [linear_at(model, t.name) for t in targets]
+    heads = getattr(getattr(model, "config", None), "num_attention_heads", None) or 0
+    setting = refitting.SETTING
+    return refitting.memory_need(linears, blocks_of(prefix, targets), windows, heads, setting) if refit else 0
 
 
 def _with_error(result: Result, linear: nn.Linear, collected: Collected) -> Result:

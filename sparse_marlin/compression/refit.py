@@ -10,7 +10,7 @@ pass sees it rounded exactly as it will be stored, and gradients pass the roundi
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 
@@ -38,22 +38,20 @@ class Refit:
         tokens: a step takes whole windows of at least so many tokens together (all, if there are fewer).
         weight_rate: step size of the weights, in units of their scales.
         scale_rate: step size of the logarithms of the scales.
-        parts: whether to refit after each part of the block (the attention, then all of it) or only at its end.
         token_power: a token's squared error is divided by the squared norm of its output to this power: 1 makes errors
             relative, 0 leaves them absolute.
         ahead: how many blocks further on the error is measured, if there are so many. The blocks in between, not yet
             compressed, tell what matters to them: less error at the block's own output can make a worse model.
-        momentum: Adam's second coefficient.
+        beta2: Adam's second coefficient.
     """
 
     steps: int = 300
     tokens: int = 4096
     weight_rate: float = 0.01
     scale_rate: float = 0.001
-    parts: bool = False
     token_power: float = 0.5
     ahead: int = 2
-    momentum: float = 0.99
+    beta2: float = 0.99
 
 
 SETTING = Refit()
@@ -205,6 +203,8 @@ class _Windows:
         step: list[int] = []
         while True:
             for i in torch.randperm(len(self.hidden), generator=generator).tolist():
+                if i in step:  # left over from the order before
+                    continue
                 step.append(i)
                 if sum(self.rows[j] for j in step) >= tokens or len(step) == len(self.hidden):
                     yield sorted(step)
@@ -215,14 +215,26 @@ class _Windows:
         return float(sum(self.error(p).double() for p in pieces)) / sum(self.rows)
 
 
-def memory_need(linears: list[nn.Linear], blocks: int, windows: list[Tensor], setting: Refit) -> int:
+def check_model(model: nn.Module) -> None:
+    """Raises ValueError for a model whose attention computes in half precision alone."""
+    attention = getattr(getattr(model, "config", None), "_attn_implementation", None)
+    if attention not in (None, "sdpa", "eager"):
+        raise ValueError(
+            f"refit=True trains in float32, which attention {attention!r} does not do: "
+            "load the model with attn_implementation='sdpa', or use refit=False"
+        )
+
+
+def memory_need(linears: list[nn.Linear], blocks: int, windows: list[Tensor], heads: int, setting: Refit) -> int:
     """Bytes that refitting a block with its share of the Linears takes at its peak, about."""
     weights = sum(m.in_features * m.out_features for m in linears) // blocks
     features = sum(m.in_features + m.out_features for m in linears) // blocks
     tokens = max(_TOKENS_AT_ONCE, *(w.numel() for w in windows))
     # Of a weight: original, latent, rounded, the gradients of these two, two moments of Adam, and a temporary.
     # Of a token: what the backward pass needs, norms and activation functions included.
-    return 4 * ((8 + setting.ahead) * weights + 3 * (1 + setting.ahead) * tokens * features)
+    # The scores of attention are kept thrice: as they are, masked, and after their softmax.
+    scores = heads * tokens * max(w.shape[-1] for w in windows)
+    return 4 * ((8 + setting.ahead) * weights + 3 * (1 + setting.ahead) * (tokens * features + scores))
 
 
 def refit(
@@ -317,7 +329,7 @@ def _train(
             {"params": [x.latent for x in latents], "lr": setting.weight_rate},
             {"params": [x.change for x in latents], "lr": setting.scale_rate},
         ],
-        betas=(0.9, setting.momentum),
+        betas=(0.9, setting.beta2),
         fused=True,
     )
     rates = [group["lr"] for group in optimizer.param_groups]
@@ -332,7 +344,9 @@ def _train(
             with torch.enable_grad():
                 # In units of the error before: a gradient's size is then far from Adam's epsilon and from overflow.
                 error = windows.error(piece) / (before * sum(windows.rows[j] for j in step))
-            found = torch.autograd.grad(error, weights, allow_unused=True)  # unused: an expert without a token
+            found: Sequence[Tensor | None] = [None] * len(weights)
+            if error.requires_grad:  # else no weight was used
+                found = torch.autograd.grad(error, weights, allow_unused=True)  # unused: an expert without a token
             new = [torch.zeros_like(w) if g is None else g for g, w in zip(found, weights, strict=True)]
             gradients = [a + b for a, b in zip(gradients, new, strict=True)] if gradients else new
         done = 0
@@ -381,6 +395,10 @@ def _trainable(model: nn.Module, chain: Chain, where: torch.device) -> Iterator[
                     stand_in = dense.setdefault(names[id(layer)], _Dense(layer))
                     block.set_submodule(name, stand_in)
                     stack.callback(block.set_submodule, name, layer)
+            for p in block.parameters():
+                if p.requires_grad:
+                    stack.callback(p.requires_grad_, True)
+                    p.requires_grad_(False)
             for t in (*block.parameters(), *block.buffers()):
                 if t.is_floating_point() and t.dtype != torch.float32:
                     stack.callback(setattr, t, "data", t.data)

@@ -63,10 +63,10 @@ def check_method(method: str, sparsity: str | None, allow_prune_only: bool) -> N
         raise ValueError(f"method must be one of auto, {', '.join(known)} for sparsity={sparsity!r}, got {method!r}")
 
 
-def check_refit(refit: bool | None, method: str) -> None:
+def check_refit(refit: object, method: str) -> None:
     """Raises ValueError for a refit that is no yes or no, or after a method that it cannot follow."""
-    if refit not in (True, False, None) or isinstance(refit, int) != isinstance(refit, bool):
-        raise ValueError(f"refit must be True, False or None, got {refit!r}")
+    if not isinstance(refit, bool):
+        raise ValueError(f"refit must be True or False, got {refit!r}")
     if refit and method in PRUNE_ONLY + UNCALIBRATED:
         calibrated = [m for m in dict.fromkeys(METHODS_24 + METHODS_DENSE) if m not in UNCALIBRATED]
         raise ValueError(

@@ -58,9 +58,9 @@ from .blocks import call, capture, moved, run, without_blocks
 from .calibration import calibration_windows
 from .hessian import NonFiniteError
 from .moments import collect
-from .pipeline import _solve_stage, patch_model
+from .pipeline import _solve_stage, patch_model, refit_need
 from .report import Mix, Report, Sensitivity, Structure, curve_table
-from .solve import METHODS_24, METHODS_DENSE, check_damping
+from .solve import METHODS_24, METHODS_DENSE
 from .store import Store, write
 from .targets import Target, choose_targets, decoder_blocks, linear_at, memory_need, patterns
 
@@ -70,7 +70,7 @@ HELD_OUT = 4  # one window of so many
 _POINTS = 9  # of the curve, and one mix in two of them is measured
 _BATCHES = (1, 16)  # sequences of a decoding step
 _GPU = "h200"
-_ROWS = 128  # positions whose float32 logits exist at once
+_ROWS = 128  # positions whose float32 logits exist at once, where no gradient passes
 
 log = logging.getLogger("sparse_marlin")
 
@@ -96,7 +96,7 @@ def patch_auto(
     checkpoint_dir: str | Path | None,
     progress: bool,
     on_nonfinite: str,
-    **options: Any,
+    refit: bool,
 ) -> Report:
     """:func:`~sparse_marlin.compression.pipeline.patch_model` with ``sparsity="auto"``, which documents the arguments.
 
@@ -110,11 +110,6 @@ def patch_auto(
         NonFiniteError: if the original model's own loss on the held-out windows is not finite.
     """
     check_settings(method, target_bits, max_loss_increase)
-    if on_nonfinite not in ("raise", "fallback"):
-        raise ValueError(f"on_nonfinite must be 'raise' or 'fallback', got {on_nonfinite!r}")
-    check_damping(damping)
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"patch_model takes an nn.Module, got {type(model).__name__}")
     prefix, blocks = decoder_blocks(model)
     if any(isinstance(m, CompressedLinear) for m in blocks.modules()):
         raise ValueError("sparsity='auto' needs a model of which nothing is compressed yet: gradients pass through it")
@@ -123,10 +118,13 @@ def patch_auto(
     sizes = Sizes(model, sparse)
     if target_bits is not None:
         sizes.check(target_bits)
-    windows = calibration_windows(model, calibration, tokenizer, num_samples, sequence_length, seed, progress)
+    windows = calibration_windows(
+        model, calibration, tokenizer, num_samples, sequence_length, seed, progress, hold_out=HELD_OUT
+    )
     calibrating, held_out = hold_out(windows)
     if progress:
-        print(_memory_need(model, prefix, sizes, calibrating, held_out), file=sys.stderr)
+        refit_bytes = refit_need(model, prefix, sparse, calibrating, refit)
+        print(_memory_need(model, prefix, sizes, calibrating, held_out, refit_bytes), file=sys.stderr)
 
     settings = {"method": "one-shot", "damping": damping, "on_nonfinite": on_nonfinite, "seed": seed}
     directory = None if checkpoint_dir is None else Path(checkpoint_dir)
@@ -170,10 +168,10 @@ def patch_auto(
                 damping=damping,
                 seed=seed,
                 device=device,
-                checkpoint_dir=None if directory is None else directory / f"run-{_digest(dense)}",
+                checkpoint_dir=None if directory is None else directory / f"run-{_digest(dense, refit)}",
                 progress=progress,
                 on_nonfinite=on_nonfinite,  # type: ignore[arg-type]
-                **options,
+                refit=refit,
             )
             return report, probe.loss("measuring the loss") - found.loss
 
@@ -292,9 +290,11 @@ class Sizes:
         return Mix(len(dense), bits / self.weights, self._other_bytes + round(bits / 8), loss_increase, step_us)
 
 
-def _memory_need(model: nn.Module, prefix: str, sizes: Sizes, calibrating: list[Tensor], held_out: list[Tensor]) -> str:
+def _memory_need(
+    model: nn.Module, prefix: str, sizes: Sizes, calibrating: list[Tensor], held_out: list[Tensor], refit: int
+) -> str:
     """What the choice holds at its peak, in words; the model is there to the end."""
-    text = memory_need(model, prefix, sizes.sparse_targets, calibrating)
+    text = memory_need(model, prefix, sizes.sparse_targets, calibrating, refit)
     names = list(sizes.shapes)
     packed = (sizes.bits(names, frozenset()) + sizes.bits(names, frozenset(names))) / 8
     widest = max(k for _, k in sizes.shapes.values())
@@ -500,7 +500,11 @@ def measure(probe: Probe, variants: Variants, sizes: Sizes, seed: int) -> Measur
     for n in curve.evenly(1 + _POINTS // 2):
         dense = curve.prefix(n)
         mixed = {name: pair[name in dense] for name, pair in variants.items()}
-        trials.append((n, probe.loss(f"measuring {len(dense)} dense layers", _swapper(probe, mixed)) - loss))
+        increase = probe.loss(f"measuring {len(dense)} dense layers", _swapper(probe, mixed)) - loss
+        if math.isfinite(increase):
+            trials.append((n, increase))
+    if len(trials) < 2:
+        raise NonFiniteError("the losses of compressed mixes on the held-out windows are not finite")
     return Measured(loss, curve.groups, trials)
 
 
@@ -703,8 +707,8 @@ def _kept(linear: nn.Linear) -> nn.Linear:
     return kept
 
 
-def _digest(dense: frozenset[str]) -> str:
-    return hashlib.sha256("\n".join(sorted(dense)).encode()).hexdigest()[:12]
+def _digest(dense: frozenset[str], refit: bool) -> str:
+    return hashlib.sha256("\n".join([str(refit), *sorted(dense)]).encode()).hexdigest()[:12]
 
 
 def _print(curve: tuple[Mix, ...], note: str) -> None:

@@ -69,8 +69,12 @@ def choose_targets(
     dtype: torch.dtype | None,
     adapter_rank: int | float = 0,
     adapter_bits: int = 16,
+    sparsities: Mapping[str, Sparsity | None] | None = None,
 ) -> tuple[list[Target], list[LayerReport]]:
-    """Targets in order, and a report line for every other module with a weight matrix; raises before any work."""
+    """Targets in order, and a report line for every other module with a weight matrix; raises before any work.
+
+    ``sparsities``, by name, go before that of ``scheme``.
+    """
     adapters = {id(part) for m in model.modules() if isinstance(m, Adapter) for part in m.modules()}
     holders = {
         name: module
@@ -116,7 +120,8 @@ def choose_targets(
             continue
         weight = module.weight
         assert isinstance(weight, Tensor)
-        own = replace(scheme, dtype=dtype or scale_dtype(weight.dtype))
+        sparsity = (sparsities or {}).get(name, scheme.sparsity)
+        own = replace(scheme, sparsity=sparsity, dtype=dtype or scale_dtype(weight.dtype))
         fitted = own.fit(weight.shape[1])
         adapter = adapter_scheme(adapter_rank, adapter_bits, *weight.shape)
         why = why_no_weight(weight) or fitted.why_not(*weight.shape)
@@ -131,15 +136,13 @@ def choose_targets(
     return targets, skipped
 
 
-def with_structures(targets: list[Target], structures: Mapping[str, Sparsity | None]) -> list[Target]:
-    """The targets, each with the structure that a mapping by names gives it; raises unless it has just these names."""
-    names = {t.name for t in targets}
-    if wrong := sorted(names ^ set(structures), key=str):
+def check_names(targets: list[Target], sparsities: Mapping[str, Sparsity | None]) -> None:
+    """Raises ValueError unless a mapping by names has just the names of the targets."""
+    if wrong := sorted({t.name for t in targets} ^ set(sparsities), key=str):
         raise ValueError(
             "a mapping of sparsities needs exactly the names of the layers that are compressed; missing or unknown: "
             + ", ".join(map(str, wrong[:4]))
         )
-    return [replace(t, scheme=replace(t.scheme, sparsity=structures[t.name])) for t in targets]
 
 
 def scale_dtype(weight: torch.dtype) -> torch.dtype:

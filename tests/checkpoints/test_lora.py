@@ -85,8 +85,9 @@ def test_converting_splits_them_off_or_refuses(bits: int, to: Any, tmp_path: Pat
     sparse_marlin.save(model, tmp_path / "own")
     with pytest.raises(ValueError, match=r"12 layers have low-rank adapters.*q_proj.*--lora DIR.*adapter_rank=0"):
         convert(tmp_path / "own", tmp_path / "out", to, progress=False)
-    with pytest.raises(ValueError, match="must be two directories"):
-        convert(tmp_path / "own", tmp_path / "out", to, lora=tmp_path / "out", progress=False)
+    for lora in ("out", "out/lora"):
+        with pytest.raises(ValueError, match="must be two directories"):
+            convert(tmp_path / "own", tmp_path / "out", to, lora=tmp_path / lora, progress=False)
     with pytest.raises(FileExistsError, match="own exists already"):
         convert(tmp_path / "own", tmp_path / "out", to, lora=tmp_path / "own", progress=False)
     assert [p.name for p in tmp_path.iterdir()] == ["own"]

@@ -186,7 +186,7 @@ def test_the_callers_grad_mode_does_not_matter(mode: Callable[[], Any]) -> None:
     assert torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
 
 
-def test_off_by_default_on_the_cpu() -> None:
+def test_off_by_default() -> None:
     assert {x.method for x in quiet(tiny.llama()).compressed} == {"one-shot"}
 
 
@@ -297,13 +297,52 @@ def test_methods_that_it_cannot_follow_are_refused(method: str) -> None:
     assert tiny.unchanged(model, before)
 
 
-@pytest.mark.parametrize("value", ["yes", 1, 0, 2.0, Refit()], ids=str)
+@pytest.mark.parametrize("value", ["yes", 1, 0, 2.0, None, Refit()], ids=str)
 def test_other_values_are_refused(value: Any) -> None:
     model = tiny.llama()
     before = tiny.snapshot(model)
-    with pytest.raises(ValueError, match="refit must be True, False or None"):
+    with pytest.raises(ValueError, match="refit must be True or False"):
         quiet(model, refit=value)
     assert tiny.unchanged(model, before)
+
+
+def test_attention_that_does_not_compute_in_float32_is_refused() -> None:
+    model = tiny.llama()
+    before = tiny.snapshot(model)
+    model.config._attn_implementation = "flash_attention_2"
+    with pytest.raises(ValueError, match=r"attn_implementation='sdpa'"):
+        quiet(model, refit=True)
+    assert tiny.unchanged(model, before)
+
+
+def test_frozen_experts_that_some_windows_do_not_reach() -> None:
+    model = tiny.mixture(idle=()).requires_grad_(False)
+    windows = [tiny.tokens()[i : i + 1, :n] for i, n in enumerate((1, 4, 30))]
+    report = quiet(model, calibration=windows, only="experts.1.*", refit=True)
+    assert report.compressed and not any(p.requires_grad for p in model.parameters())
+
+
+@pytest.mark.parametrize("options", [{"adapter_rank": 8}, {"adapter_rank": 8, "adapter_bits": 4}], ids=str)
+def test_adapters_stay_and_the_run_resumes(options: dict[str, Any], tmp_path: Path) -> None:
+    first, resumed, plain, original = (tiny.llama() for _ in range(4))
+    report = quiet(first, refit=True, checkpoint_dir=tmp_path, **options)
+    (tmp_path / "block-00001.safetensors").unlink()
+    assert quiet(resumed, refit=True, checkpoint_dir=tmp_path, **options) == report
+    assert same_bits(first, resumed)
+    quiet(plain, refit=False, **options)
+    layer, other = (m.model.layers[0].self_attn.q_proj for m in (first, plain))
+    assert torch.equal(layer.adapter.dequantize(), other.adapter.dequantize())  # it is not trained
+    assert relative_error(first, original, tiny.tokens()) < relative_error(plain, original, tiny.tokens())
+
+
+def test_no_window_is_twice_in_a_step() -> None:
+    windows = refit._Windows.__new__(refit._Windows)
+    windows.hidden, windows.rows = [torch.zeros(1, 4, 2)] * 5, [4] * 5
+    steps = windows.steps(12, torch.Generator().manual_seed(0))
+    found = [next(steps) for _ in range(60)]
+    assert all(len(set(step)) == 3 for step in found)
+    counts = [sum(i in step for step in found) for i in range(5)]
+    assert min(counts) > 25  # of 36 on average
 
 
 # ------------------------------------------------------------------------------------------------------------- latents
@@ -365,7 +404,7 @@ def random_packed(n: int, k: int, scheme: Scheme) -> PackedWeight:
 
 @pytest.mark.parametrize(
     "change",
-    [{"parts": True}, {"token_power": 1.0}, {"ahead": 0}],
+    [{"token_power": 1.0}, {"ahead": 0}],
     ids=str,
 )
 def test_settings(change: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:

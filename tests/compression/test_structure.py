@@ -19,9 +19,9 @@ from torch import Tensor, nn
 
 import sparse_marlin
 from sparse_marlin import CompressedLinear, patch_model
-from sparse_marlin.compression import Report, structure
+from sparse_marlin.compression import Report, refit, structure
 from sparse_marlin.compression.blocks import without_blocks
-from sparse_marlin.compression.calibration import sample_tokens
+from sparse_marlin.compression.calibration import calibration_windows, sample_tokens
 from sparse_marlin.compression.report import Sensitivity
 from sparse_marlin.compression.structure import Curve, Measured, Probe, Sizes, hold_out, measure, search, solve_both
 from sparse_marlin.compression.targets import choose_targets, decoder_blocks
@@ -456,3 +456,55 @@ def test_mixed_models_are_saved_and_converted(to: Any, tmp_path: Path) -> None:
         assert isinstance(was, CompressedLinear) and isinstance(now, CompressedLinear)
         assert torch.equal(was.dequantize(), now.dequantize())
         assert now.scheme.sparsity == s or to == "pack-quantized"
+
+
+def test_a_refit_follows_and_is_refused_before_any_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(structure, "solve_both", lambda *_: pytest.fail("the work began"))
+        with pytest.raises(ValueError, match="refit must be True or False"):
+            auto(tiny.llama(), target_bits=4.2, calibration=own_windows(), refit="yes")
+    monkeypatch.setattr(refit, "SETTING", refit.Refit(steps=6, tokens=64))
+    for wanted in (True, False):  # in one directory: what is solved serves both
+        report = auto(
+            tiny.llama(),
+            target_bits=4.2,
+            calibration=own_windows(),
+            refit=wanted,
+            checkpoint_dir=tmp_path,
+        )
+        assert ("one-shot+refit" in {x.method for x in report.compressed}) == wanted
+
+
+def test_held_out_windows_of_texts_are_not_calibrated_on() -> None:
+    class Tokenizer:
+        def __call__(self, text: str) -> dict[str, list[int]]:
+            return {"input_ids": list(range(int(text)))}
+
+    model = nn.Module()
+    windows = calibration_windows(model, ["20000"], Tokenizer(), 128, 64, 0, False, hold_out=structure.HELD_OUT)
+    calibrating, held_out = hold_out(windows)
+    assert len(held_out) == 32 and len(calibrating) == 96
+    assert max(int(w.max()) for w in calibrating) < 15000 <= min(int(w.min()) for w in held_out)
+
+
+def test_mixes_whose_loss_is_not_finite_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    probe, sizes, calibrating = prepared(tiny.llama())
+    variants = solve_both(probe.model, probe.prefix, probe.blocks, sizes, calibrating, 0.01, "raise", [], None, False)
+    real, calls = Probe.loss, []
+
+    def loss(self: Probe, *args: Any) -> float:
+        calls.append(1)
+        return math.nan if len(calls) == 2 else real(self, *args)
+
+    monkeypatch.setattr(Probe, "loss", loss)
+    found = measure(probe, variants, sizes, 0)
+    assert len(found.trials) >= 2 and all(math.isfinite(x) for _, x in found.trials)
+
+
+def test_a_mapping_decides_what_a_layer_must_be_able_to_hold() -> None:
+    model = tiny.llama(intermediate_size=66)  # no multiple of 4: down_proj can only be dense
+    names = [n for n, m in model.named_modules() if isinstance(m, nn.Linear) and n.startswith("model.layers")]
+    mapping = {n: None if "down_proj" in n else "2:4" for n in names}
+    report = patch_model(model, mapping, group_size=32, calibration=own_windows(), progress=False)
+    assert {x.scheme[:3] for x in report.compressed if "down_proj" in x.name} == {"INT"}
+    assert {x.scheme[:3] for x in report.compressed if "down_proj" not in x.name} == {"2:4"}
