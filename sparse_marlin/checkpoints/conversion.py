@@ -180,12 +180,12 @@ def plan(
         if not adapters:
             raise ValueError(f"{source}: no layer has an adapter: leave lora out")
         lora = Path(lora)
-        check_free(lora)
         one, other = lora.absolute(), destination.absolute()
         if one == other or one in other.parents or other in one.parents:
             raise ValueError(
                 f"lora and destination must be two directories, neither inside the other: {lora}, {destination}"
             )
+        check_free(lora)
     parts = [(plain, layers) for plain, layers in checkpoint.work() if plain or layers]
     names = shard_names(len(parts))
     shards = [Shard(file, *part) for file, part in zip(names, parts, strict=True)]
