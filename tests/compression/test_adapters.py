@@ -275,7 +275,9 @@ def test_compress_one_layer(dtype: torch.dtype, bits: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("build", "bits"), [(tiny.llama, 4), (tiny.llama, 16), (tiny.opt, 16), (tiny.mixture, 4)], ids=str
+    ("build", "bits"),
+    [(tiny.llama, 4), (tiny.llama, 16), (tiny.opt, 16), (tiny.mixture, 4)],
+    ids=["llama-4", "llama-16", "opt-16", "mixture-4"],
 )
 def test_every_layer_of_a_model_gets_one(build: Any, bits: int) -> None:
     plain, model = build(), build()
