@@ -319,8 +319,11 @@ def test_what_is_missing() -> None:
     more = [*two, Stub("torch_int4")]
     assert compare.missing_products(dense, known, more) == everything
     note = {"impl": "torch_int4", "sparsity": "none", "N": 64, "K": 128, "dtype": "float16", "reason": "no"}
+    note |= {"bits": dense.bits, "group_size": dense.group_size}
     for meta in ({"failed": [note]}, {"wrong": [{**note, "M": 16}]}):
         assert compare.missing_products(dense, Results(meta, rows), more) == {(64, 128, "float16"): [1, 200]}
+    for other in ({"bits": 8}, {"reason": compare.GIVEN_UP}):  # of another scheme; it may work next time
+        assert compare.missing_products(dense, Results({"failed": [note | other]}, rows), more) == everything
 
 
 def test_checked_rows() -> None:
