@@ -45,12 +45,12 @@ class Refit:
         beta2: Adam's second coefficient.
     """
 
-    steps: int = 300
-    tokens: int = 4096
-    weight_rate: float = 0.01
-    scale_rate: float = 0.001
+    steps: int = 60
+    tokens: int = 1024
+    weight_rate: float = 0.03
+    scale_rate: float = 0.002
     token_power: float = 0.5
-    ahead: int = 2
+    ahead: int = 1
     beta2: float = 0.99
 
 
