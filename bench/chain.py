@@ -24,14 +24,13 @@ from typing import Any
 
 import results
 import torch
+from model import MODELS
 from timing import CudaTimer, Runner, copies_needed, interleave, measure_bandwidth
 from torch import Tensor
 from torch.nn.functional import linear
 
 from sparse_marlin import CompressedLinear, Scheme, runtime
 
-# hidden_size, intermediate_size, and features of a block's keys (or values)
-MODELS = {"llama3-8b": (4096, 14336, 1024), "llama3-70b": (8192, 28672, 1024)}
 TOKENS = (1, 16, 32)
 KINDS = ("cublas", "dense", "2:4")
 ROUNDS = 9
@@ -97,7 +96,9 @@ def main() -> int:
 
 def shapes_of(model: str) -> list[tuple[int, int]]:
     """N and K of every product of a block."""
-    hidden, intermediate, kv = MODELS[model]
+    config = MODELS[model]
+    hidden, intermediate = config["hidden_size"], config["intermediate_size"]
+    kv = hidden // config["num_attention_heads"] * config["num_key_value_heads"]
     return [(hidden + 2 * kv, hidden), (hidden, hidden), (2 * intermediate, hidden), (hidden, intermediate)]
 
 

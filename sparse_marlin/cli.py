@@ -260,8 +260,7 @@ def _compress(args: argparse.Namespace) -> None:
         checkpoints.check_destination(args.out, overwrite=args.overwrite)
     except FileExistsError as e:
         raise FileExistsError(str(e).replace("overwrite=True", "--overwrite")) from None
-    if args.report and not args.report.absolute().parent.is_dir():
-        raise FileNotFoundError(f"cannot write {args.report}: its directory does not exist")
+    _check_report(args.report)
     calibration = None if args.calibration == "self" else [_read_text(Path(args.calibration))]
     source = _find(args.model)
     tokenizer = source.tokenizer()
@@ -351,9 +350,13 @@ def _convert(args: argparse.Namespace) -> None:
     _out.print(f"{args.out}: written" + (f", and its adapters in {args.lora}" if args.lora else ""))
 
 
+def _check_report(report: Path | None) -> None:
+    if report and not report.absolute().parent.is_dir():
+        raise FileNotFoundError(f"cannot write {report}: its directory does not exist")
+
+
 def _evaluate(args: argparse.Namespace) -> None:
-    if args.report and not args.report.absolute().parent.is_dir():
-        raise FileNotFoundError(f"cannot write {args.report}: its directory does not exist")
+    _check_report(args.report)
     if args.tasks and (args.reference or args.window or args.max_windows):
         raise ValueError("--reference, --window and --max-windows go with --text, not with --tasks")
     if args.text and args.task_path:

@@ -155,7 +155,8 @@ def tune(
     by_name = {kernel.name: kernel for kernel in table}
     n, k = packed.out_features, packed.in_features
     layer = n, k, packed.scheme, dtype, device, table
-    configs = {m: candidates(Problem(m, n, k, packed.scheme, dtype), device, table) for m in wanted}
+    problems = {m: Problem(m, n, k, packed.scheme, dtype) for m in wanted}
+    configs = {m: candidates(problem, device, table) for m, problem in problems.items()}
     before = best_plan(*layer)
     if before is None or not all(configs.values()):
         raise RuntimeError(f"no kernel can run this layer on {device.name}")
@@ -168,8 +169,7 @@ def tune(
             found[m].append(config)
             bar.update()
             if len(found[m]) == len(configs[m]):
-                problem = Problem(m, n, k, packed.scheme, dtype)
-                found[m].sort(key=lambda c: rank(problem, device, by_name[c.kernel], c))
+                found[m].sort(key=lambda c: rank(problems[m], device, by_name[c.kernel], c))
                 _remember(layer, {m: found[m][0]}, before)
     return found
 

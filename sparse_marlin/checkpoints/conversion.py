@@ -181,7 +181,7 @@ def plan(
             raise ValueError(f"{source}: no layer has an adapter: leave lora out")
         lora = Path(lora)
         one, other = lora.absolute(), destination.absolute()
-        if one == other or one in other.parents or other in one.parents:
+        if one.is_relative_to(other) or other.is_relative_to(one):
             raise ValueError(
                 f"lora and destination must be two directories, neither inside the other: {lora}, {destination}"
             )

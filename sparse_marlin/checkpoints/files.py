@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import secrets
+import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -66,6 +68,22 @@ def check_free(destination: Path) -> None:
         raise FileNotFoundError(f"cannot write {destination}: {destination.absolute().parent} is not a directory")
     if destination.is_symlink() or destination.is_file() or (destination.is_dir() and any(destination.iterdir())):
         raise FileExistsError(f"{destination} exists already: choose another path, or remove it first")
+
+
+@contextmanager
+def whole_directory(path: Path) -> Iterator[Path]:
+    """A new directory to fill. It takes the place of ``path``, and of what was there, once all went well."""
+    scratch = path.absolute().with_name(f".{path.name}.{secrets.token_hex(4)}.part")
+    scratch.mkdir()
+    try:
+        yield scratch
+        old = scratch.with_suffix(".old")
+        if path.exists():
+            path.rename(old)
+        scratch.rename(path)
+        shutil.rmtree(old, ignore_errors=True)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,6 @@
 
 from __future__ import annotations
 
-import secrets
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ..linear import Adapter, compressed_layers
-from .files import check_free, write_file, write_json
+from .files import check_free, whole_directory, write_file, write_json
 
 CONFIG_NAME = "adapter_config.json"
 WEIGHTS_NAME = "adapter_model.safetensors"
@@ -51,14 +49,9 @@ def write_lora(path: Path, adapters: Mapping[str, tuple[Adapter, torch.dtype]]) 
         a, b = adapter.factors()
         tensors[f"base_model.model.{name}.lora_A.weight"] = a.to(dtype)
         tensors[f"base_model.model.{name}.lora_B.weight"] = b.to(dtype)
-    scratch = path.absolute().with_name(f".{path.name}.{secrets.token_hex(4)}.part")
-    scratch.mkdir()
-    try:
+    with whole_directory(path) as scratch:
         write_json(scratch / CONFIG_NAME, _config({name: a.scheme.rank for name, (a, _) in adapters.items()}))
         write_file(scratch / WEIGHTS_NAME, tensors, tensors)
-        scratch.rename(path)
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
 
 
 def _config(ranks: Mapping[str, int]) -> dict[str, Any]:

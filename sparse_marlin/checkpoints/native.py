@@ -22,8 +22,6 @@ as they were, tied ones once.
 from __future__ import annotations
 
 import json
-import secrets
-import shutil
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
@@ -36,7 +34,15 @@ from ..linear import Adapter, CompressedLinear, compressed_layers
 from ..packed import TENSOR_NAMES, PackedWeight
 from ..scheme import SCALE_DTYPES, AdapterScheme, Scheme
 from . import reading
-from .files import CONFIG_NAME, GENERATION_CONFIG_NAME, CheckpointError, read_json, write_json, write_tensors
+from .files import (
+    CONFIG_NAME,
+    GENERATION_CONFIG_NAME,
+    CheckpointError,
+    read_json,
+    whole_directory,
+    write_json,
+    write_tensors,
+)
 from .reading import Expected, Format, Layout, Slot, StoredLayer
 
 QUANT_METHOD = "sparse_marlin"
@@ -83,9 +89,7 @@ def save(model: nn.Module, path: str | Path, *, tokenizer: Any = None, overwrite
     dtype = _compute_dtype(layers)
     tensors, tied = _tensors(model, layers)
 
-    scratch = path.absolute().with_name(f".{path.name}.{secrets.token_hex(4)}.part")
-    scratch.mkdir()
-    try:
+    with whole_directory(path) as scratch:
         write_json(scratch / CONFIG_NAME, _config(model, layers, dtype, tied))
         if getattr(model, "generation_config", None) is not None:
             model.generation_config.to_json_file(scratch / GENERATION_CONFIG_NAME)  # type: ignore[operator, union-attr]
@@ -98,13 +102,6 @@ def save(model: nn.Module, path: str | Path, *, tokenizer: Any = None, overwrite
                 f"this checkpoint would load as {type(skeleton).__name__}, not as {type(model).__name__}: "
                 "only what AutoModelForCausalLM builds for the model's config can be saved"
             )
-        old = scratch.with_suffix(".old")
-        if path.exists():
-            path.rename(old)
-        scratch.rename(path)
-        shutil.rmtree(old, ignore_errors=True)
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
 
 
 def check_destination(path: Path, *, overwrite: bool) -> None:

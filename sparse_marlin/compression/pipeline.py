@@ -38,8 +38,6 @@ from .solve import (
 from .store import Result, Store
 from .targets import (
     Target,
-    blocks_of,
-    check_names,
     choose_targets,
     decoder_blocks,
     linear_at,
@@ -170,14 +168,12 @@ def patch_model(
         check_method(method, s, allow_prune_only=True)
     prefix, blocks = decoder_blocks(model)
     names = patterns("skip", skip), patterns("only", only)
-    mapping = sparsity if isinstance(sparsity, Mapping) else {}
+    mapping = sparsity if isinstance(sparsity, Mapping) else None
     targets, skipped = choose_targets(model, prefix, *names, scheme, dtype, adapter_rank, adapter_bits, mapping)
-    if isinstance(sparsity, Mapping):
-        check_names(targets, sparsity)
     windows = calibration_windows(model, calibration, tokenizer, num_samples, sequence_length, seed, progress)
     setting = refitting.SETTING if refit else None
     if progress:
-        more = refit_need(model, prefix, targets, windows, refit)
+        more = refitting.memory_need(model, prefix, targets, windows, setting) if setting else 0
         print(memory_need(model, prefix, targets, windows, more), file=sys.stderr)
 
     settings = {
@@ -335,14 +331,6 @@ def _solve_stage(
 
 def _error(weight: Tensor, approximation: Tensor, moments: Moments | None) -> float:
     return output_error(weight, approximation, None) if moments is None else moments.error(weight, approximation)
-
-
-def refit_need(model: nn.Module, prefix: str, targets: list[Target], windows: list[Tensor], refit: bool) -> int:
-    """Bytes that a refit takes at its peak."""
-    linears = [linear_at(model, t.name) for t in targets]
-    heads = getattr(getattr(model, "config", None), "num_attention_heads", None) or 0
-    setting = refitting.SETTING
-    return refitting.memory_need(linears, blocks_of(prefix, targets), windows, heads, setting) if refit else 0
 
 
 def _with_error(result: Result, linear: nn.Linear, collected: Collected) -> Result:

@@ -24,6 +24,7 @@ from ..linear import Adapter, CompressedLinear
 from ..packed import PackedWeight, unpack_mask
 from .blocks import Call, moved, run
 from .store import Result
+from .targets import Target, blocks_of, linear_at
 
 _TOKENS_AT_ONCE = 4096  # in one forward and backward pass, unless a single window has more
 _MAX_CHANGE = math.log(2)  # of a scale's logarithm
@@ -114,11 +115,6 @@ class Latents:
         """After a step: out of range, a weight would answer to no gradient before it had come all the way back."""
         self.latent.clamp_(self.low, self.high)
         self.change.clamp_(-_MAX_CHANGE, _MAX_CHANGE)
-
-    def split(self) -> list[Tensor]:
-        """The layers' latents [N, K]."""
-        parts = zip(self.latent.split(self.groups), self.packed, strict=True)
-        return [x.view(p.out_features, p.in_features) for x, p in parts]
 
     def pack(self) -> list[PackedWeight]:
         codes = self._codes().add_(self.scheme.zero_code).to(torch.uint8).split(self.groups)
@@ -225,8 +221,10 @@ def check_model(model: nn.Module) -> None:
         )
 
 
-def memory_need(linears: list[nn.Linear], blocks: int, windows: list[Tensor], heads: int, setting: Refit) -> int:
-    """Bytes that refitting a block with its share of the Linears takes at its peak, about."""
+def memory_need(model: nn.Module, prefix: str, targets: list[Target], windows: list[Tensor], setting: Refit) -> int:
+    """Bytes that refitting a block with its share of the targets takes at its peak, about."""
+    linears, blocks = [linear_at(model, t.name) for t in targets], blocks_of(prefix, targets)
+    heads = getattr(getattr(model, "config", None), "num_attention_heads", None) or 0
     weights = sum(m.in_features * m.out_features for m in linears) // blocks
     features = sum(m.in_features + m.out_features for m in linears) // blocks
     tokens = max(_TOKENS_AT_ONCE, *(w.numel() for w in windows))
@@ -291,17 +289,15 @@ def refit(
         layers = [[dense[n] for n in group] for group in names]
         windows = _Windows(chain, hidden, goals, where, setting)
         before, after = _train(windows, layers, latents, setting, seed, progress)
-    new: dict[str, tuple[PackedWeight, Tensor]] = {}
+    new: dict[str, PackedWeight] = {}
     if after < before and all(x.is_finite() for x in latents):
         for own, x in zip(names, latents, strict=True):
-            new |= {n: (p, y) for n, p, y in zip(own, x.pack(), x.split(), strict=True)}
+            new |= zip(own, x.pack(), strict=True)
     why = "no improvement" if math.isfinite(before) and math.isfinite(after) else "its error is not finite"
     refitted = []
     for r in results:
         if r.report.name in new:
-            method = r.report.method.removesuffix("+refit") + "+refit"
-            packed, latent = new[r.report.name]
-            r = replace(r, packed=packed, latent=latent, report=replace(r.report, method=method))
+            r = replace(r, packed=new[r.report.name], report=replace(r.report, method=f"{r.report.method}+refit"))
         elif any(r is c for c in chosen):
             note = "; ".join(filter(None, [r.report.note, f"not refitted: {why}"]))
             r = replace(r, report=replace(r.report, note=note))

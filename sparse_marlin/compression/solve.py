@@ -126,10 +126,10 @@ def compress_weight(
         mask = magnitude_mask(score) if sparse else None
         if method in PRUNE_ONLY:
             return Solution(None, w if mask is None else w * mask, method)
-        scales = fit_scales(w if mask is None else w * mask, mask, scheme, None)
+        kept = w if mask is None else w * mask
+        scales = fit_scales(kept, mask, scheme, None)
         columns = scales.float().repeat_interleave(scheme.group_width(w.shape[1]), 1)
-        latent = _in_units(w if mask is None else w * mask, columns)
-        return _finish(latent, scales, mask, scheme, method, 0.0)
+        return _finish(_in_units(kept, columns), scales, mask, scheme, method, 0.0)
 
     factor = inverse_factor(hessian, damping)
     importance = factor.upper.diagonal().square().reciprocal()

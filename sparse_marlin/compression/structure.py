@@ -21,7 +21,7 @@ corrects it: a layer that is compressed in its place also makes up for the layer
 
 ``target_bits`` takes one compression after that. ``max_loss_increase`` compresses, measures the loss on the held-out
 windows and chooses again, by the measured ratio to the curve, until it is met within 5 % or no set of layers lies in
-between: two or three compressions as a rule, :data:`MAX_RUNS` at most. The rest (solving both structures, and some
+between: :data:`MAX_RUNS` compressions at most. The rest (solving both structures, and some
 passes over a quarter of the windows) costs about as much as one more.
 
 The last quarter of the calibration windows is held out: nothing is calibrated on it, and all losses are means over the
@@ -54,11 +54,12 @@ from ..dispatch import RECORDED, recorded_us
 from ..linear import CompressedLinear
 from ..packed import PackedWeight
 from ..scheme import Scheme
+from . import refit as refitting
 from .blocks import call, capture, moved, run, without_blocks
 from .calibration import calibration_windows
 from .hessian import NonFiniteError
 from .moments import collect
-from .pipeline import _solve_stage, patch_model, refit_need
+from .pipeline import _solve_stage, patch_model
 from .report import Mix, Report, Sensitivity, Structure, curve_table
 from .solve import METHODS_24, METHODS_DENSE
 from .store import Store, write
@@ -123,7 +124,8 @@ def patch_auto(
     )
     calibrating, held_out = hold_out(windows)
     if progress:
-        refit_bytes = refit_need(model, prefix, sparse, calibrating, refit)
+        setting = refitting.SETTING
+        refit_bytes = refitting.memory_need(model, prefix, sparse, calibrating, setting) if refit else 0
         print(_memory_need(model, prefix, sizes, calibrating, held_out, refit_bytes), file=sys.stderr)
 
     settings = {"method": "one-shot", "damping": damping, "on_nonfinite": on_nonfinite, "seed": seed}

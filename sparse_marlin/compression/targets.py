@@ -73,7 +73,7 @@ def choose_targets(
 ) -> tuple[list[Target], list[LayerReport]]:
     """Targets in order, and a report line for every other module with a weight matrix; raises before any work.
 
-    ``sparsities``, by name, go before that of ``scheme``.
+    ``sparsities``, if given, has the name of every target, and goes before that of ``scheme``.
     """
     adapters = {id(part) for m in model.modules() if isinstance(m, Adapter) for part in m.modules()}
     holders = {
@@ -133,16 +133,12 @@ def choose_targets(
         raise ValueError("cannot compress, use skip= to leave out:\n  " + "\n  ".join(impossible))
     if not targets:
         raise ValueError("skip= and only= leave no layer to compress")
-    return targets, skipped
-
-
-def check_names(targets: list[Target], sparsities: Mapping[str, Sparsity | None]) -> None:
-    """Raises ValueError unless a mapping by names has just the names of the targets."""
-    if wrong := sorted({t.name for t in targets} ^ set(sparsities), key=str):
+    if sparsities is not None and (wrong := sorted({t.name for t in targets} ^ set(sparsities), key=str)):
         raise ValueError(
             "a mapping of sparsities needs exactly the names of the layers that are compressed; missing or unknown: "
             + ", ".join(map(str, wrong[:4]))
         )
+    return targets, skipped
 
 
 def scale_dtype(weight: torch.dtype) -> torch.dtype:
