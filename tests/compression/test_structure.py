@@ -352,7 +352,7 @@ class Stop(BaseException):
     """Stands for control-C, an out-of-memory error, a lost machine."""
 
 
-STEPS = ["_solve_stage", "_sensitivities", "_swapper", "patch_model"]
+STEPS = ["solve_stage", "_sensitivities", "_swapper", "patch_model"]
 
 
 @pytest.mark.parametrize("target", [{"target_bits": 4.0}, {"max_loss_increase": 0.6}], ids=str)
