@@ -69,7 +69,7 @@ def patch_model(
     on_nonfinite: Literal["raise", "fallback"] = "raise",
     adapter_rank: int | float = 0,
     adapter_bits: Literal[4, 16] = 16,
-    refit: bool = False,
+    refit: bool | None = None,
 ) -> Report:
     """Compresses every ``nn.Linear`` of a causal LM's decoder blocks, in place.
 
@@ -110,7 +110,7 @@ def patch_model(
         adapter_bits: 16 for adapters in the precision of the scales, 4 for INT4 ones.
         refit: whether each block is trained, once its layers are solved, to put out what it does in the original model:
             its integers and scales, not the masks (see :mod:`~sparse_marlin.compression.refit`). It takes a few hundred
-            passes through every block: use a GPU.
+            passes through every block. None: where that is computed on a GPU, after every method that is calibrated.
 
     Returns:
         A report of every layer.
@@ -126,7 +126,9 @@ def patch_model(
     check_refit(refit, method)
     if not isinstance(model, nn.Module):
         raise TypeError(f"patch_model takes an nn.Module, got {type(model).__name__}")
-    if refit:
+    if refit is None:
+        refit = refitting.by_default(model, method, device)
+    elif refit:
         refitting.check_model(model)
     if sparsity == "auto":
         if adapter_rank:
