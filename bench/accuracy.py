@@ -100,7 +100,7 @@ def main() -> None:
                 subject,
                 group_size=args.group_size,
                 calibration=[*calibration, *held_out] if how.get("sparsity") == "auto" else calibration,
-                **how,
+                **({"refit": False} | how),
             )
             bits = 32 if how.get("method") in PRUNE_ONLY else report.bits_per_weight
         minutes = (time.perf_counter() - began) / 60

@@ -102,8 +102,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     p.add_argument(
         "--refit",
-        action="store_true",
-        help="train each block to put out what it does in the original model; takes a GPU",
+        action=argparse.BooleanOptionalAction,
+        help="train each block to put out what it does in the original model (default: if there is a GPU)",
     )
     p.add_argument("--skip", action="append", default=[], metavar="PATTERN", help="layers to leave out; repeatable")
     p.add_argument(

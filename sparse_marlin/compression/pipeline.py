@@ -13,28 +13,25 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from tqdm import tqdm
 
 from ..linear import Adapter, CompressedLinear
 from ..packed import PackedWeight
 from ..scheme import Scheme, Sparsity
 from . import refit as refitting
-from .adapters import check_adapter, compress_with_adapters
+from .adapters import check_adapter
 from .blocks import Recorded, capture, moved, record, run
 from .calibration import calibration_windows
-from .moments import Collected, Moments, collect, corrected_target
+from .moments import collect
 from .report import LayerReport, Report
 from .solve import (
-    PRUNE_ONLY,
-    UNCALIBRATED,
     check_damping,
     check_method,
     check_refit,
-    compress_weight,
     default_method,
-    output_error,
 )
+from .stages import solve_stage, split_stages, with_error
 from .store import Result, Store
 from .targets import (
     Target,
@@ -72,7 +69,7 @@ def patch_model(
     on_nonfinite: Literal["raise", "fallback"] = "raise",
     adapter_rank: int | float = 0,
     adapter_bits: Literal[4, 16] = 16,
-    refit: bool = False,
+    refit: bool | None = None,
 ) -> Report:
     """Compresses every ``nn.Linear`` of a causal LM's decoder blocks, in place.
 
@@ -113,7 +110,7 @@ def patch_model(
         adapter_bits: 16 for adapters in the precision of the scales, 4 for INT4 ones.
         refit: whether each block is trained, once its layers are solved, to put out what it does in the original model:
             its integers and scales, not the masks (see :mod:`~sparse_marlin.compression.refit`). It takes a few hundred
-            passes through every block: use a GPU.
+            passes through every block. None: where that is computed on a GPU, after every method that is calibrated.
 
     Returns:
         A report of every layer.
@@ -129,7 +126,9 @@ def patch_model(
     check_refit(refit, method)
     if not isinstance(model, nn.Module):
         raise TypeError(f"patch_model takes an nn.Module, got {type(model).__name__}")
-    if refit:
+    if refit is None:
+        refit = refitting.by_default(model, method, device)
+    elif refit:
         refitting.check_model(model)
     if sparsity == "auto":
         if adapter_rank:
@@ -208,13 +207,13 @@ def patch_model(
                     watched = mine if correct and done is None else []  # of a finished block, only the outputs matter
                     seen, original = record(model, block, watched, original, calls[index], where)
                     if correct:
-                        inputs, stages = seen, _stages(watched, seen)
+                        inputs, stages = seen, split_stages(watched, seen)
                     del seen
                 if done is None:
                     done = []
                     for stage in stages:
                         collected = collect(model, block, stage, hidden, calls[index], inputs, where, on_nonfinite)
-                        results = _solve_stage(model, stage, collected, method, damping, setting is not None)
+                        results = solve_stage(model, stage, collected, method, damping, setting is not None)
                         if setting:
                             dense |= {t.name: linear_at(model, t.name) for t in stage}
                         for result in results:
@@ -230,7 +229,7 @@ def patch_model(
                         for result in done:
                             _install(model, result, dense[result.report.name])
                         collected = collect(model, block, mine, hidden, calls[index], inputs, where, on_nonfinite)
-                        done = [_with_error(r, dense[r.report.name], collected) for r in done]
+                        done = [with_error(r, dense[r.report.name], collected) for r in done]
                     if store:
                         store.save(index, done)
                 else:
@@ -246,111 +245,6 @@ def patch_model(
         model.train(was_training)
     order = {name: i for i, (name, _) in enumerate(model.named_modules(remove_duplicate=False))}
     return Report(sorted(finished + skipped, key=lambda layer: order[layer.name]), settings)
-
-
-def _stages(targets: list[Target], inputs: Recorded) -> list[list[Target]]:
-    """Targets in the order in which they are called, those that share an input (and their namesakes) together.
-
-    Later stages are calibrated on what the compressed earlier ones put out. All experts' matrices of one kind are one
-    stage, so that there are as many stages as a block is deep.
-    """
-    stages: list[set[str]] = []  # last parts of names
-    for batch in inputs:
-        for _, names in batch:
-            leaves = {name.rpartition(".")[2] for name in names}
-            together = [s for s in stages if s & leaves]
-            if together:
-                together[0].update(leaves, *together[1:])
-                stages = [s for s in stages if s not in together[1:]]
-            else:
-                stages.append(leaves)
-    leaf = {t.name: t.name.rpartition(".")[2] for t in targets}
-    known = set().union(*stages)
-    groups = [[t for t in targets if leaf[t.name] in stage] for stage in stages]
-    rest = [t for t in targets if leaf[t.name] not in known]  # what no batch reached
-    return [*groups, rest] if rest else groups
-
-
-def _solve_stage(
-    model: nn.Module, targets: list[Target], collected: Collected, method: str, damping: float, keep_latent: bool
-) -> list[Result]:
-    """Solves layers that share inputs and scheme together, as one tall matrix: rows do not influence each other."""
-    together: dict[Any, list[Target]] = {}
-    for t in targets:
-        alone = collected.of(t.name) is None
-        together.setdefault(t.name if alone else (collected.keys(t.name), t.scheme), []).append(t)
-    results: dict[str, Result] = {}
-    for group in together.values():
-        moments = collected.of(group[0].name)
-        hessian = None if moments is None else moments.hessian.matrix
-        scheme = group[0].scheme
-        weights = [linear_at(model, t.name).weight.detach().float() for t in group]
-        own = method if moments is not None or method in UNCALIBRATED else _uncalibrated(method, scheme)
-        target = torch.cat(weights)
-        if moments is not None:
-            target = corrected_target(target, moments)
-        rows_of = [(w.shape[0], t.adapter) for t, w in zip(group, weights, strict=True)]
-        solution, adapters = compress_with_adapters(target, hessian, scheme, own, damping, rows_of)
-        row = 0
-        for t, w, adapter in zip(group, weights, adapters, strict=True):
-            rows = slice(row, row + w.shape[0])
-            row += w.shape[0]
-            approximation = solution.weight[rows]
-            if adapter is not None:
-                approximation = approximation + adapter.dequantize()
-            extra = 0.0 if t.adapter is None else t.adapter.bits_per_weight(w.shape[0], w.shape[1], scheme.dtype)
-            packed = None
-            if solution.packed is not None:
-                tensors = {n: v[rows].contiguous() for n, v in solution.packed.tensors().items()}
-                packed = PackedWeight.from_tensors(tensors, scheme, w.shape[1])
-            notes = [t.note, collected.broken.get(t.name, "")]
-            if moments is None and t.name not in collected.broken:
-                notes.append("saw no calibration input: rounded to nearest")
-            if moments is None and adapter is not None:
-                notes.append("adapter fitted to the weight alone")
-            report = LayerReport(
-                name=t.name,
-                kind="Linear",
-                shape=tuple(w.shape),
-                status="pruned" if packed is None else "compressed",
-                note="; ".join(filter(None, notes)),
-                scheme=str(scheme),
-                method=own,
-                error_before=_error(w, _baseline(w, scheme), moments),
-                error_after=_error(w, approximation, moments),
-                bits_per_weight=None if packed is None else scheme.bits_per_weight(w.shape[1]) + extra,
-                damping=solution.damping,
-                rows=0 if moments is None else moments.hessian.rows,
-                adapter_rank=0 if t.adapter is None else t.adapter.rank,
-                adapter_bits_per_weight=extra,
-            )
-            latent = solution.latent[rows] if keep_latent and solution.latent is not None else None
-            results[t.name] = Result(report, packed, solution.weight[rows] if packed is None else None, adapter, latent)
-    return [results[t.name] for t in targets]
-
-
-def _error(weight: Tensor, approximation: Tensor, moments: Moments | None) -> float:
-    return output_error(weight, approximation, None) if moments is None else moments.error(weight, approximation)
-
-
-def _with_error(result: Result, linear: nn.Linear, collected: Collected) -> Result:
-    """With the error of the final weight, for the inputs that the layer has in the finished block."""
-    assert result.packed is not None
-    own = result.packed.dequantize(torch.float32)
-    if result.adapter is not None:
-        own += result.adapter.dequantize()
-    error = _error(linear.weight.detach().float(), own, collected.of(result.report.name))
-    return replace(result, report=replace(result.report, error_after=error), latent=None)
-
-
-def _uncalibrated(method: str, scheme: Scheme) -> str:
-    """What stands in for ``method`` where a layer has no Hessian."""
-    return "magnitude" if method in PRUNE_ONLY else default_method(scheme.sparsity, calibrated=False)
-
-
-def _baseline(w: Tensor, scheme: Scheme) -> Tensor:
-    """Magnitude pruning and rounding to nearest: what the report compares with."""
-    return compress_weight(w, None, scheme, default_method(scheme.sparsity, calibrated=False)).weight
 
 
 def _install(model: nn.Module, result: Result, linear: nn.Linear) -> None:

@@ -23,6 +23,7 @@ from tqdm import tqdm
 from ..linear import Adapter, CompressedLinear
 from ..packed import PackedWeight, unpack_mask
 from .blocks import Call, moved, run
+from .solve import can_follow
 from .store import Result
 from .targets import Target, blocks_of, linear_at
 
@@ -46,7 +47,7 @@ class Refit:
         beta2: Adam's second coefficient.
     """
 
-    steps: int = 60
+    steps: int = 200
     tokens: int = 1024
     weight_rate: float = 0.03
     scale_rate: float = 0.002
@@ -213,12 +214,25 @@ class _Windows:
 
 def check_model(model: nn.Module) -> None:
     """Raises ValueError for a model whose attention computes in half precision alone."""
+    if reason := _why_not(model):
+        raise ValueError(f"refit=True {reason}, or use refit=False")
+
+
+def by_default(model: nn.Module, method: str, device: torch.device | str | None) -> bool:
+    """Whether a model is refitted if nobody says so: on a GPU, wherever it can be."""
+    first = next(model.parameters(), None)
+    where = torch.device(device) if device is not None else torch.device("cpu") if first is None else first.device
+    return where.type == "cuda" and can_follow(method) and not _why_not(model)
+
+
+def _why_not(model: nn.Module) -> str | None:
     attention = getattr(getattr(model, "config", None), "_attn_implementation", None)
-    if attention not in (None, "sdpa", "eager"):
-        raise ValueError(
-            f"refit=True trains in float32, which attention {attention!r} does not do: "
-            "load the model with attn_implementation='sdpa', or use refit=False"
-        )
+    if attention in (None, "sdpa", "eager"):
+        return None
+    return (
+        f"trains in float32, which attention {attention!r} does not do: "
+        "load the model with attn_implementation='sdpa'"
+    )
 
 
 def memory_need(model: nn.Module, prefix: str, targets: list[Target], windows: list[Tensor], setting: Refit) -> int:

@@ -59,9 +59,10 @@ from .blocks import call, capture, moved, run, without_blocks
 from .calibration import calibration_windows
 from .hessian import NonFiniteError
 from .moments import collect
-from .pipeline import _solve_stage, patch_model
+from .pipeline import patch_model
 from .report import Mix, Report, Sensitivity, Structure, curve_table
 from .solve import METHODS_24, METHODS_DENSE
+from .stages import solve_stage
 from .store import Store, write
 from .targets import Target, choose_targets, decoder_blocks, linear_at, memory_need, patterns
 
@@ -336,7 +337,7 @@ def solve_both(
             done = [store.load(index) for store in stores] or [None, None]
             if None in done:
                 collected = collect(model, block, mine[0], hidden, calls[index], None, where, on_nonfinite)
-                done = [_solve_stage(model, targets, collected, "one-shot", damping, False) for targets in mine]
+                done = [solve_stage(model, targets, collected, "one-shot", damping, False) for targets in mine]
                 for store, results in zip(stores, done, strict=False):
                     store.save(index, results or [])
             for pair in zip(*(results or [] for results in done), strict=True):

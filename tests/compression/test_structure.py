@@ -352,7 +352,7 @@ class Stop(BaseException):
     """Stands for control-C, an out-of-memory error, a lost machine."""
 
 
-STEPS = ["_solve_stage", "_sensitivities", "_swapper", "patch_model"]
+STEPS = ["solve_stage", "_sensitivities", "_swapper", "patch_model"]
 
 
 @pytest.mark.parametrize("target", [{"target_bits": 4.0}, {"max_loss_increase": 0.6}], ids=str)
@@ -461,7 +461,7 @@ def test_mixed_models_are_saved_and_converted(to: Any, tmp_path: Path) -> None:
 def test_a_refit_follows_and_is_refused_before_any_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(structure, "solve_both", lambda *_: pytest.fail("the work began"))
-        with pytest.raises(ValueError, match="refit must be True or False"):
+        with pytest.raises(ValueError, match="refit must be True, False or None"):
             auto(tiny.llama(), target_bits=4.2, calibration=own_windows(), refit="yes")
     monkeypatch.setattr(refit, "SETTING", refit.Refit(steps=6, tokens=64))
     for wanted in (True, False):  # in one directory: what is solved serves both
