@@ -12,7 +12,6 @@ import pytest
 import readme
 import results
 import torch
-import train
 
 RESULTS = Path(accuracy.__file__).parent / "results" / "accuracy.json"
 
@@ -53,18 +52,8 @@ def test_models_have_a_table_each() -> None:
     assert f"{name} and another, group 64" in second and name not in first.replace(f"**{name}**", "")
 
 
-@pytest.fixture
-def small(tmp_path: Path) -> Path:
-    """A GPT-NeoX whose tokenizer and vocabulary are its own."""
-    directory = tmp_path / "small-neox"
-    documents = accuracy.sample_text()[:60_000]
-    setting = train.Setting(vocabulary=300, layers=1, width=64, heads=2, window=16, batch=2, steps=1)
-    train.train(documents, directory, setting)
-    return directory
-
-
 def test_program_keeps_the_rows_of_other_models(
-    small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    small_neox: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(accuracy, "WINDOW", 16)
     path = tmp_path / "rows.json"
@@ -79,13 +68,13 @@ def test_program_keeps_the_rows_of_other_models(
         rows: list[dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))["rows"]
         return rows
 
-    first = run(small, "--methods", "one-shot", "fp")
+    first = run(small_neox, "--methods", "one-shot", "fp")
     assert [(r["model"], r["method"]) for r in first] == [("small-neox", "fp"), ("small-neox", "one-shot")]
     assert first[0]["kl"] == 0 and first[1]["kl"] > 0 and first[1]["bits"] == pytest.approx(3.25)
-    (tmp_path / "b").symlink_to(small, target_is_directory=True)
+    (tmp_path / "b").symlink_to(small_neox, target_is_directory=True)
     again = run(tmp_path / "b", "--methods", "one-shot")  # the model's name is that of the directory itself
     assert [r["perplexity"] for r in again] == [r["perplexity"] for r in first]
-    other = small.rename(tmp_path / "a-copy")
+    other = small_neox.rename(tmp_path / "a-copy")
     both = run(other, "--methods", "rtn", "fp")
     assert [(r["model"], r["method"]) for r in both] == [
         ("a-copy", "fp"), ("a-copy", "rtn"), ("small-neox", "fp"), ("small-neox", "one-shot"),
