@@ -157,7 +157,7 @@ class Setting:
             "kl": found.kl or 0.0,
             "agreement": 1.0 if found.agreement is None else found.agreement,
             "minutes": minutes,
-            "peak_gb": _peak_gb(self.args.device),
+            "peak_gb": peak_gb(self.args.device),
             "bits": bits,
             "sparsity": (how or {"sparsity": None}).get("sparsity", "2:4") or "none",
             "calibration_windows": calibration_windows,
@@ -290,7 +290,8 @@ def _device(device: str) -> str:
     return f"{platform.machine()} CPU" if device == "cpu" else torch.cuda.get_device_name()
 
 
-def _peak_gb(device: str) -> float:
+def peak_gb(device: str) -> float:
+    """The most memory that was held: of the GPU, or of the process where the device is the CPU; GB = 2**30 bytes."""
     if device != "cpu":
         return torch.cuda.max_memory_allocated() / 2**30
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
