@@ -24,6 +24,7 @@ from unittest import mock
 
 import accuracy
 import readme
+import results
 import torch
 from torch import Tensor
 
@@ -214,7 +215,10 @@ def main() -> None:
         readme.replace_text("ablation", text, readme.OF_BENCHMARKS)
         return
     order = {"sparsity": [*WEIGHTS], "variant": [*VARIANTS]}
-    kept = accuracy.Kept(args, "bench/ablation.py", ("model", "sparsity", "variant"), order)
+    try:
+        kept = accuracy.Kept(args, "bench/ablation.py", ("model", "sparsity", "variant"), order)
+    except results.ResultError as e:
+        parser.error(str(e))
     setting = accuracy.Setting(args)
     for sparsity in args.sparsity:
         for name in args.variants:

@@ -78,7 +78,10 @@ def main() -> None:
         readme.replace_text("accuracy", text_of(json.loads(args.readme.read_text(encoding="utf-8"))))
         return
     order = [*METHODS]
-    kept = Kept(args, "bench/accuracy.py", ("model", "method", "calibration_windows"), {"method": order})
+    try:
+        kept = Kept(args, "bench/accuracy.py", ("model", "method", "calibration_windows"), {"method": order})
+    except results.ResultError as e:
+        parser.error(str(e))
     setting = Setting(args)
     for name in args.methods:
         how = METHODS[name]

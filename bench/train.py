@@ -210,9 +210,9 @@ def train(text: str, directory: Path, setting: Setting, device: str = "cpu") -> 
         say(f"{sum(p.numel() for p in model.parameters()) / 1e6:.1f} million parameters; {setting}")
         loss = _fit(model, tokens, held_out, setting, say)
     model.save_pretrained(directory)
-    transformers.PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, bos_token=END, eos_token=END, model_max_length=setting.window
-    ).save_pretrained(directory)
+    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token=END, eos_token=END).save_pretrained(
+        directory
+    )
     return loss
 
 
@@ -250,7 +250,6 @@ def new_model(tokenizer: tokenizers.Tokenizer, setting: Setting) -> transformers
         attention_dropout=setting.dropout,
         bos_token_id=0,
         eos_token_id=0,
-        attn_implementation="sdpa",
     )
     return transformers.GPTNeoXForCausalLM(config)
 

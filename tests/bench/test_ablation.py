@@ -21,6 +21,14 @@ SPARSE = Scheme(4, 32, "2:4")
 DENSE = Scheme(4, 32, None)
 
 
+def test_readme_shows_the_committed_results() -> None:
+    results = Path(ablation.__file__).parent / "results" / "ablation.json"
+    text = readme.OF_BENCHMARKS.read_text(encoding="utf-8")
+    shown = text.split("<!-- begin ablation -->\n")[1].split("<!-- end ablation -->")[0]
+    found = f"{ablation.text_of(json.loads(results.read_text(encoding='utf-8')))}\n" if results.exists() else ""
+    assert shown == found, f"run bench/ablation.py --readme {results}"
+
+
 def problem(n: int = 24, k: int = 64) -> tuple[Tensor, Tensor]:
     g = torch.Generator().manual_seed(1)
     x = torch.randn(8 * k, k, generator=g) @ (torch.randn(k, k, generator=g) * torch.rand(k, generator=g))
