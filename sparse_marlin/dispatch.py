@@ -214,7 +214,7 @@ def why_not(scheme: Scheme, dtype: torch.dtype, device: Device) -> str | None:
 def configurations(problem: Problem, device: Device, kernels: Sequence[Kernel]) -> list[Config | Refusal]:
     """Every kernel's best configuration, or why it cannot run.
 
-    The configurations come first, the best (see :func:`rank`) at their head: those of kernels made for the device's
+    The configurations come first, the best (see :func:`cost`) at their head: those of kernels made for the device's
     architecture, then those of older ones.
     """
     if reason := why_not(problem.scheme, problem.dtype, device):
@@ -226,7 +226,7 @@ def configurations(problem: Problem, device: Device, kernels: Sequence[Kernel]) 
     # the last microsecond. Names decide ties, so that the order of the table does not matter.
     table = {k.name: k for k in kernels}
     configs = [c for c in found if isinstance(c, Config)]
-    configs.sort(key=lambda c: (-table[c.kernel].min_capability, rank(problem, device, table[c.kernel], c), c.kernel))
+    configs.sort(key=lambda c: (-table[c.kernel].min_capability, cost(problem, device, table[c.kernel], c), c.kernel))
     return [*configs, *(r for r in found if isinstance(r, Refusal))]
 
 
@@ -315,7 +315,7 @@ def _configure(p: Problem, device: Device, kernel: Kernel, at_any_cost: bool = F
         return Refusal(kernel.name, f"it is for up to {2 * kernel.token_tile} tokens, larger tiles read x less often")
     return min(
         (replace(c, microseconds=estimate(p, device, kernel, c)) for c in schedules(p, device, kernel)),
-        key=lambda c: (rank(p, device, kernel, c), c.blocks, c.split),
+        key=lambda c: (cost(p, device, kernel, c), c.blocks, c.split),
     )
 
 
@@ -356,7 +356,7 @@ def _resident(device: Device, kernel: Kernel) -> int:
     return max(1, min(kernel.blocks_per_multiprocessor, fit))
 
 
-def rank(p: Problem, device: Device, kernel: Kernel, config: Config) -> float:
+def cost(p: Problem, device: Device, kernel: Kernel, config: Config) -> float:
     """What a configuration with its time is chosen by, in microseconds: less where it leaves room for the next."""
     room = kernel.min_capability == 90 and config.blocks == device.multiprocessors and _resident(device, kernel) > 1
     streaming = streamed_bytes(p) / (device.bandwidth_gbs * 1e3)
