@@ -1,7 +1,8 @@
 """The fastest algorithm of cuSPARSELt for each problem, tried one by one in child processes: some of them crash.
 
 The library's own search ends the process at some sizes, and so would ours. A child says what it tries before it tries
-it; when it dies or hangs, another one goes on after that. What takes long is what the host does before the first call,
+it; when it dies or hangs, another one goes on after that, and nobody tries that algorithm on another problem of the
+dtype: each crash costs seconds, and what crashes once has crashed at every size that was tried. What takes long is what the host does before the first call,
 so several children share the problems. They take turns with the GPU, so that nothing runs beside what is timed.
 """
 
@@ -21,7 +22,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TextIO
+from typing import IO, TextIO
 
 import libcusparselt
 import timing
@@ -72,11 +73,14 @@ class Search:
         if children is None:
             children = max(1, min(MAX_CHILDREN, (os.cpu_count() or 1) // 2))
         self._outcome = Outcome()
-        self._turn = tempfile.NamedTemporaryFile()  # noqa: SIM115  children lock it
+        # Children lock it, and find in it what has crashed so far.
+        self._turn = tempfile.NamedTemporaryFile("w", encoding="utf-8")  # noqa: SIM115
         shares = [list(problems[i::children]) for i in range(min(children, len(problems)))]
-        self._children = [_Child(s, command, self._turn.name, patience_s, self._outcome) for s in shares]
+        self._children = [
+            _Child(s, command, self._turn, i / len(shares), patience_s, self._outcome) for i, s in enumerate(shares)
+        ]
 
-    def finish(self, expired: Callable[[], bool] = lambda: False, max_crashes: int = 20) -> Outcome:
+    def finish(self, expired: Callable[[], bool] = lambda: False, max_crashes: int = 40) -> Outcome:
         """Waits for the rest; gives up early if the time is over or children keep dying."""
         with self._turn, ThreadPoolExecutor(max(1, len(self._children))) as threads:
             for done in [threads.submit(child.finish, expired, max_crashes) for child in self._children]:
@@ -85,19 +89,29 @@ class Search:
 
 
 class _Child:
-    """Searches some of the problems, in a process that is started again after each crash."""
+    """Searches some of the problems, in a process that is started again after each crash.
+
+    Each child begins somewhere else among the algorithms (``first``, a share of them), so that the bad ones, which are
+    neighbours, do not meet all of them at once.
+    """
 
     def __init__(
-        self, problems: list[Problem], command: Sequence[str], turn: str, patience_s: float, outcome: Outcome
+        self,
+        problems: list[Problem],
+        command: Sequence[str],
+        turn: IO[str],
+        first: float,
+        patience_s: float,
+        outcome: Outcome,
     ) -> None:
-        self._problems, self._command, self._turn = problems, list(command), turn
+        self._problems, self._command, self._turn, self._first = problems, list(command), turn, first
         self._patience_s, self._outcome = patience_s, outcome
         self._child = self._start()
 
     def _start(self) -> subprocess.Popen[str]:
         todo = [p for p in self._problems if p not in self._outcome.finished]
         timed = [(p, algorithm) for p in todo for algorithm in self._outcome.times.get(p, {})]
-        task = {"todo": todo, "skip": [*self._outcome.crashed, *timed], "turn": self._turn}
+        task = {"todo": todo, "skip": timed, "turn": self._turn.name, "first": self._first}
         self._errors = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115  read later
         child = subprocess.Popen(
             self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, text=True
@@ -121,6 +135,8 @@ class _Child:
                 self._outcome.error = lines[-1] if lines else f"the child process ended with {code}"
                 return
             self._outcome.crashed.append(attempt)
+            (_, _, dtype, _), algorithm = attempt
+            print(dtype, algorithm, file=self._turn, flush=True)
             if len(self._outcome.crashed) >= max_crashes:
                 self._outcome.error = f"{max_crashes} algorithms crashed"
                 return
@@ -188,8 +204,9 @@ def main() -> None:
                 count = libcusparselt.product(n, k, rows, x.dtype).num_algorithms
             except RuntimeError:  # the library has nothing for such a product
                 count = 0
-            for algorithm in range(count):
-                if ((n, k, dtype, m), algorithm) in skip:
+            first = int(task["first"] * count)
+            for algorithm in (*range(first, count), *range(first)):
+                if ((n, k, dtype, m), algorithm) in skip or f"{dtype} {algorithm}" in _crashed(turn):
                     continue
                 _say("try", n, k, dtype, m, algorithm)
                 try:
@@ -228,6 +245,11 @@ def _measure(x: Tensor, compressed: Tensor, n: int, algorithm: int, timer: timin
         times.append(runner.start())
     timer.synchronize()
     return min(elapsed() for elapsed in times)
+
+
+def _crashed(turn: TextIO) -> list[str]:
+    turn.seek(0)
+    return turn.read().splitlines()
 
 
 @contextlib.contextmanager
