@@ -1,9 +1,10 @@
 """The fastest algorithm of cuSPARSELt for each problem, tried one by one in child processes: some of them crash.
 
 The library's own search ends the process at some sizes, and so would ours. A child says what it tries before it tries
-it; when it dies or hangs, another one goes on after that, and nobody tries that algorithm on another problem of the
-dtype: each crash costs seconds, and what crashes once has crashed at every size that was tried. What takes long is what the host does before the first call,
-so several children share the problems. They take turns with the GPU, so that nothing runs beside what is timed.
+it; when it dies or hangs, another one goes on after that. Nobody tries that algorithm on another problem of the dtype:
+each crash costs seconds, and what crashes once has crashed at every size that was tried. What takes long is what the
+host does before the first call, so several children share the problems. They take turns with the GPU, so that nothing
+runs beside what is timed.
 """
 
 from __future__ import annotations
