@@ -73,3 +73,16 @@ def fake_cusparselt(compiled_cusparselt: ctypes.CDLL, monkeypatch: pytest.Monkey
     yield compiled_cusparselt
     libcusparselt.product.cache_clear()
     libcusparselt.library.cache_clear()
+
+
+@pytest.fixture
+def small_neox(tmp_path: Path) -> Path:
+    """Directory of a GPT-NeoX with one block, whose tokenizer and vocabulary are its own."""
+    import train
+
+    from sparse_marlin.samples import sample_text
+
+    directory = tmp_path / "small-neox"
+    setting = train.Setting(vocabulary=300, layers=1, width=64, heads=2, window=16, batch=2, steps=1)
+    train.train(sample_text()[:60_000], directory, setting)
+    return directory
