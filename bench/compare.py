@@ -257,8 +257,8 @@ class Benchmark:
                 quick = m == min(self.job.tokens) and measured < 1e3
                 if quick and (host := self.timer.host_us(s.functions[0], x)) is not None:
                     self.notes.host_us.append({**problem, "us": digits(host)})
-                # Short calls outside graphs take as long as the host does: the floor is the better guess.
-                estimate = measured if measured > 100 else floor
+                # Calls outside graphs may take as long as the host does. For short ones the floor is the better guess.
+                estimate = timing.replay_us(self.timer, s.functions[0], x) if measured > 100 else floor
                 needed = timing.copies_needed(n * k * s.bits_per_weight / 8, 2 * m * (n + k), self.timer.rotate_bytes)
                 needed = min(needed, len(s.functions))
                 calls = timing.plan_calls(estimate, needed)
@@ -272,7 +272,7 @@ class Benchmark:
                 continue
             self._worked.add(s.name)
             runners[s.label], errors[s.label] = runner, error
-            rounds[s.label] = timing.plan_rounds(estimate * calls, measured)
+            rounds[s.label] = timing.plan_rounds(estimate * calls, estimate)
         times = timing.interleave(runners, rounds, self.timer.synchronize, self.expired)
         base = times.get(results.BASE)
         if base is None:

@@ -9,9 +9,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import libcusparselt
 import results
 import torch
-from cusparselt import cusparselt_linear
 from torch import Tensor
 from torch.nn.functional import linear
 
@@ -253,10 +253,16 @@ class Cusparselt(Peer):
     def missing(self) -> str | None:
         if reason := no_gpu():
             return reason
-        return None if torch.backends.cusparselt.is_available() else "this torch is built without it"
+        if not torch.backends.cusparselt.is_available():
+            return "this torch is built without it"
+        try:
+            libcusparselt.library()
+        except RuntimeError as e:
+            return first_line(e)
+        return None
 
     def version(self) -> str:
-        return str(torch.backends.cusparselt.version())
+        return libcusparselt.library().version
 
     def refuses(self, scheme: Scheme, dtype: torch.dtype, N: int, K: int) -> str | None:
         if N % 16 or K % 16:
@@ -273,7 +279,7 @@ class Cusparselt(Peer):
                 algorithm = 0 if self.algorithms is None else self.algorithms.get((n, k, name, x.shape[0]))
                 if algorithm is None:
                     raise ValueError("the search found no algorithm for this M")
-                return cusparselt_linear(x, w, algorithm)
+                return libcusparselt.cusparselt_linear(x, w, n, algorithm)
 
             return call
 

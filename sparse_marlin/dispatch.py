@@ -42,12 +42,13 @@ class _Hopper:
     piece: tuple[float, float]  # the rest of a tile of y
     cut: tuple[float, float]  # share by which steps take longer where tiles are cut: blocks are not in step then
     many: tuple[float, float]  # share by which they do where a block has many whole tiles
+    alone: tuple[float, float] = (0.0, 0.0)  # the same where two blocks would fit on a multiprocessor, but one is there
 
 
 _HOPPER = {  # by rows and tokens of the tile
     (128, 8): _Hopper(256, (0.419, 0.295), (0.508, 0.043), (0.186, 0.177), (0.153, 0.010)),
     (128, 16): _Hopper(256, (0.472, 0.310), (0.532, 0.385), (0.093, 0.090), (0.161, 0.097)),
-    (128, 32): _Hopper(256, (0.598, 0.381), (0.658, 0.795), (0.068, 0.157), (0.344, 0.334)),
+    (128, 32): _Hopper(256, (0.598, 0.381), (0.658, 0.795), (0.068, 0.157), (0.344, 0.334), (0.2, 0.12)),
     (128, 64): _Hopper(256, (0.864, 0.556), (0.089, 0.132), (0.096, 0.122), (0.114, 0.110)),
     (128, 128): _Hopper(128, (0.724, 0.457), (0.000, 0.065), (0.095, 0.147), (0.122, 0.135)),
     (128, 256): _Hopper(128, (1.461, 0.895), (0.000, 0.176), (0.110, 0.163), (0.120, 0.110)),
@@ -214,7 +215,7 @@ def why_not(scheme: Scheme, dtype: torch.dtype, device: Device) -> str | None:
 def configurations(problem: Problem, device: Device, kernels: Sequence[Kernel]) -> list[Config | Refusal]:
     """Every kernel's best configuration, or why it cannot run.
 
-    The configurations come first, the best (see :func:`rank`) at their head: those of kernels made for the device's
+    The configurations come first, the best (see :func:`cost`) at their head: those of kernels made for the device's
     architecture, then those of older ones.
     """
     if reason := why_not(problem.scheme, problem.dtype, device):
@@ -226,7 +227,7 @@ def configurations(problem: Problem, device: Device, kernels: Sequence[Kernel]) 
     # the last microsecond. Names decide ties, so that the order of the table does not matter.
     table = {k.name: k for k in kernels}
     configs = [c for c in found if isinstance(c, Config)]
-    configs.sort(key=lambda c: (-table[c.kernel].min_capability, rank(problem, device, table[c.kernel], c), c.kernel))
+    configs.sort(key=lambda c: (-table[c.kernel].min_capability, cost(problem, device, table[c.kernel], c), c.kernel))
     return [*configs, *(r for r in found if isinstance(r, Refusal))]
 
 
@@ -315,7 +316,7 @@ def _configure(p: Problem, device: Device, kernel: Kernel, at_any_cost: bool = F
         return Refusal(kernel.name, f"it is for up to {2 * kernel.token_tile} tokens, larger tiles read x less often")
     return min(
         (replace(c, microseconds=estimate(p, device, kernel, c)) for c in schedules(p, device, kernel)),
-        key=lambda c: (rank(p, device, kernel, c), c.blocks, c.split),
+        key=lambda c: (cost(p, device, kernel, c), c.blocks, c.split),
     )
 
 
@@ -356,7 +357,7 @@ def _resident(device: Device, kernel: Kernel) -> int:
     return max(1, min(kernel.blocks_per_multiprocessor, fit))
 
 
-def rank(p: Problem, device: Device, kernel: Kernel, config: Config) -> float:
+def cost(p: Problem, device: Device, kernel: Kernel, config: Config) -> float:
     """What a configuration with its time is chosen by, in microseconds: less where it leaves room for the next."""
     room = kernel.min_capability == 90 and config.blocks == device.multiprocessors and _resident(device, kernel) > 1
     streaming = streamed_bytes(p) / (device.bandwidth_gbs * 1e3)
@@ -381,6 +382,7 @@ def _hopper_us(p: Problem, device: Device, kernel: Kernel, config: Config) -> fl
     by_split = {STREAM_K: ceil(tiles * k_tiles / blocks), WHOLE: pieces * k_tiles}
     steps = by_split.get(split, ceil(k_tiles / max(split, 1)))
     slower = 1.0 + cut * rates.cut[sparse] + (split == WHOLE and pieces >= _MANY) * rates.many[sparse]
+    slower += (blocks <= device.multiprocessors and _resident(device, kernel) > 1) * rates.alone[sparse]
     busy = ceil(blocks / device.multiprocessors) * steps * scale * rates.step[sparse] * slower
     busy += pieces * rates.piece[sparse]
     used = min(1.0, blocks / device.multiprocessors) ** _IDLE_EXPONENT

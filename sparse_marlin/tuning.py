@@ -25,11 +25,11 @@ from .dispatch import (
     Problem,
     choice_of,
     choose,
+    cost,
     estimate,
     parse_plan,
     plan,
     plan_text,
-    rank,
     schedules,
 )
 from .layouts import KERNEL_TENSOR_NAMES, KernelWeight, to_kernel
@@ -137,7 +137,7 @@ def tune(
         progress: show a progress bar.
 
     Returns:
-        For each number of tokens, ascending, what was measured, the choice first (see :func:`.dispatch.rank`).
+        For each number of tokens, ascending, what was measured, the choice first (see :func:`.dispatch.cost`).
 
     Raises:
         ValueError: for no number of tokens, or one that is not positive.
@@ -169,7 +169,7 @@ def tune(
             found[m].append(config)
             bar.update()
             if len(found[m]) == len(configs[m]):
-                found[m].sort(key=lambda c: rank(problems[m], device, by_name[c.kernel], c))
+                found[m].sort(key=lambda c: cost(problems[m], device, by_name[c.kernel], c))
                 _remember(layer, {m: found[m][0]}, before)
     return found
 

@@ -183,7 +183,7 @@ def report(rows: Sequence[tuple[Problem, Kernel, Config, float]], device: Device
     chosen: dict[Problem, tuple[float, float, str]] = {}
     for p, kernel, config, us in rows:
         expected = replace(config, microseconds=dispatch.estimate(p, device, kernel, config))
-        chosen[p] = min((dispatch.rank(p, device, kernel, expected), us, config.step), chosen.get(p, (1e9, 0.0, "")))
+        chosen[p] = min((dispatch.cost(p, device, kernel, expected), us, config.step), chosen.get(p, (1e9, 0.0, "")))
     loss = sorted(((us / best[p] - 1, p, step) for p, (_, us, step) in chosen.items()), key=lambda v: -v[0])
     print(f"choices are {sum(v[0] for v in loss) / len(loss):.1%} slower than the fastest on average; the worst:")
     for lost, p, step in loss[:12]:

@@ -109,9 +109,17 @@ def low_rank(error: Tensor, metric: Tensor, rank: int) -> tuple[Tensor, Tensor]:
     n, k = error.shape
     # The eigenvectors that count lie in the span of E's columns: where these are few, look for them there.
     basis, inner = torch.linalg.qr(error) if n > k else (None, error)
-    _, vectors = torch.linalg.eigh(inner @ metric @ inner.T)
-    vectors = vectors[:, -rank:]
+    vectors = _eigenvectors(inner @ metric @ inner.T)[:, -rank:]
     return vectors.T @ inner, vectors if basis is None else basis @ vectors
+
+
+def _eigenvectors(matrix: Tensor) -> Tensor:
+    """In ascending order of their eigenvalues; in float64 where the solver does not converge in float32."""
+    try:
+        vectors: Tensor = torch.linalg.eigh(matrix)[1]
+    except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
+        vectors = torch.linalg.eigh(matrix.double())[1].to(matrix.dtype)
+    return vectors
 
 
 def _damped(target: Tensor, hessian: Tensor | None, damping: float) -> Tensor:

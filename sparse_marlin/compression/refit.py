@@ -230,8 +230,7 @@ def _why_not(model: nn.Module) -> str | None:
     if attention in (None, "sdpa", "eager"):
         return None
     return (
-        f"trains in float32, which attention {attention!r} does not do: "
-        "load the model with attn_implementation='sdpa'"
+        f"trains in float32, which attention {attention!r} does not do: load the model with attn_implementation='sdpa'"
     )
 
 

@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import shutil
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "bench"))
 
+import libcusparselt
 import pytest
 import torch
 from fakes import FakeCuda, FakeEvent, FakeGraph
+
+FAKE_SONAME = "libcusparseLt-fake.so.0"
 
 
 @pytest.fixture
@@ -35,13 +42,37 @@ def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
         "CUDAGraph": lambda: FakeGraph(cuda),
         "graph_pool_handle": new_pool,
         "empty_cache": empty_cache,
-        "synchronize": lambda device: None,
+        "synchronize": lambda device=None: None,
         "device": nothing,
         "stream": nothing,
     }
     for name, replacement in replacements.items():
         monkeypatch.setattr(torch.cuda, name, replacement)
     return cuda
+
+
+@pytest.fixture(scope="session")
+def compiled_cusparselt(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    compiler = shutil.which("cc") or shutil.which("gcc")
+    if compiler is None:
+        pytest.skip("there is no C compiler")
+    target = tmp_path_factory.mktemp("lib") / "fake.so"
+    source = Path(__file__).with_name("cusparselt_fake.c")
+    subprocess.run(
+        [compiler, "-shared", "-fPIC", "-O1", f"-Wl,-soname,{FAKE_SONAME}", source, "-o", target], check=True
+    )
+    return ctypes.CDLL(str(target))
+
+
+@pytest.fixture
+def fake_cusparselt(compiled_cusparselt: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> Iterator[ctypes.CDLL]:
+    """The library as torch would have loaded it: it is found by its name alone."""
+    monkeypatch.setattr(libcusparselt, "SONAME", FAKE_SONAME)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=0x7700000077))
+    libcusparselt.library.cache_clear()
+    yield compiled_cusparselt
+    libcusparselt.product.cache_clear()
+    libcusparselt.library.cache_clear()
 
 
 @pytest.fixture

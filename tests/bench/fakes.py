@@ -1,4 +1,4 @@
-"""A row of plausible values, and as much of a GPU as the timer needs."""
+"""A row of plausible values, and as much of a GPU and of cuSPARSELt as is needed."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 import timing
 import torch
 from results import Row
+from torch import Tensor
 
 
 def make_row(**changes: Any) -> Row:
@@ -88,3 +89,8 @@ class FakeCudaTimer(timing.CudaTimer):
         self.device = torch.device("cpu")
         self.rotate_bytes = rotate_bytes
         self.stream = self._pool = self._keeper = None
+
+
+def compress_evens(w: Tensor) -> Tensor:
+    """The format of cusparselt_fake.c: the even columns, and as much besides as real ones have."""
+    return torch.cat([w[:, ::2].reshape(-1), torch.full((w.numel() // 16,), torch.nan)]).to(w.dtype)

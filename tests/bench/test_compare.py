@@ -123,6 +123,28 @@ def test_weights_rotate(fake_cuda: FakeCuda) -> None:
     assert fake_cuda.emptied == 1
 
 
+def test_slow_hosts_are_timed_as_often(fake_cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What takes the host long before the GPU begins says nothing about the graph of such calls."""
+
+    def slow(y: Tensor) -> Tensor:
+        if fake_cuda.capturing is None:
+            fake_cuda.now_us += 300e3
+        return y
+
+    def interleave(runners: dict[str, timing.Runner], rounds: dict[str, int], *_: Any) -> dict[str, timing.Timing]:
+        planned.append({name: (runners[name].calls, count) for name, count in rounds.items()})
+        return {}
+
+    planned: list[dict[str, tuple[int, int]]] = []
+    monkeypatch.setattr(timing, "interleave", interleave)
+    job = replace(JOB, shapes=((64, 128),), tokens=(1,), sparsities=("none",))
+    for us in (10.0, 60e3):  # in a graph
+        fake_cuda.call_us = us
+        run([base(fake_cuda), Stub("humming", fake_cuda, slow)], FakeCudaTimer(20_000.0), job)
+    copies = timing.copies_needed(64 * 128 * 4.5 / 8, 2 * (64 + 128), 20_000)
+    assert [p["humming"] for p in planned] == [(50, timing.MAX_ROUNDS), (copies, 2)]
+
+
 def test_weights_are_made_once_per_shape() -> None:
     mine = ours()
     run([base(), mine])
@@ -526,7 +548,8 @@ def test_program_on_a_gpu(
         monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *_: properties)
     monkeypatch.setattr(torch, "_cslt_compress", lambda w: w)
-    monkeypatch.setattr(peers, "cusparselt_linear", lambda x, w, a: x @ w.t())
+    monkeypatch.setattr(peers.libcusparselt, "cusparselt_linear", lambda x, w, n, a: x @ w.t())
+    monkeypatch.setattr(peers.libcusparselt, "library", lambda: SimpleNamespace(version="0.8.0"))
     monkeypatch.setattr(peers.Cusparselt, "missing", lambda self: None)
     monkeypatch.setattr(peers, "Cublas", lambda: base(fake_cuda))
     monkeypatch.setattr(peers, "Ours", lambda prefix=None: ours(fake_cuda))

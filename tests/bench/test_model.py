@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import model
@@ -63,6 +64,44 @@ def test_caches_agree(config: LlamaConfig) -> None:
     torch.testing.assert_close(last[0], last[1], rtol=1e-4, atol=1e-5)
     whole = built(torch.cat([growing.tokens, *[growing.next] * 3], 1), use_cache=False, logits_to_keep=1).logits
     torch.testing.assert_close(last[0], whole, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("mode", ["eager", "graph"])
+def test_lengths_are_visited_before_they_are_timed(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cache that grows has another length in each step, and what is planned for a length is no part of its step."""
+    now, length, seen = 0.0, 0, set[int]()
+
+    class Decoder:
+        steps = 4
+        cache: object = None
+
+        def __init__(self) -> None:
+            self.mode = mode
+
+        def prefill(self) -> None:
+            nonlocal length, now
+            assert self.cache is None, "two caches at a time"
+            length, self.cache = 8, object()
+            now += 3e-3
+
+        def step(self) -> None:
+            nonlocal length, now
+            length += 1
+            now += 1e-3 if length in seen or mode == "graph" else 50e-3
+            seen.add(length)
+
+        def prepare(self) -> Callable[[], None]:
+            prepared.append(length)
+            for _ in range(3):
+                self.step()
+            return self.step
+
+    prepared: list[int] = []
+    monkeypatch.setattr(model.time, "perf_counter", lambda: now)
+    prefill, step = model.measure(Decoder(), lambda: None)  # type: ignore[arg-type]
+    assert prefill == pytest.approx(3) and step == pytest.approx(1)
+    assert prepared == [8] * (2 if mode == "eager" else 1)  # compiling and capturing are not done twice
+    assert length == 8 + 3 + Decoder.steps
 
 
 def test_program(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

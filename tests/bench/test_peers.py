@@ -94,15 +94,32 @@ def test_gptq_order(packed: PackedWeight) -> None:
 def test_cusparselt_algorithms(monkeypatch: pytest.MonkeyPatch) -> None:
     used = []
     monkeypatch.setattr(torch, "_cslt_compress", lambda w: w)
-    monkeypatch.setattr(peers, "cusparselt_linear", lambda x, w, algorithm: used.append(algorithm))
+    monkeypatch.setattr(
+        peers.libcusparselt, "cusparselt_linear", lambda x, w, n, algorithm: used.append((n, algorithm))
+    )
     packed = peers.random_weight(16, 128, Scheme(4, 32, "2:4"), CPU)
     best = peers.Cusparselt({(16, 128, "float16", 8): 7}).prepare(packed, torch.float16).copy()
     default = peers.Cusparselt().prepare(packed, torch.float16).copy()
     for function in (best, default):
         function(torch.zeros(8, 128))
-    assert used == [7, 0]
+    assert used == [(16, 7), (16, 0)]
     with pytest.raises(ValueError, match="found no algorithm"):
         best(torch.zeros(16, 128))
+
+
+def test_cusparselt_says_why_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    def library() -> SimpleNamespace:
+        raise RuntimeError("cuSPARSELt 0.11.0 is loaded, and only 0.8 are known here")
+
+    peer = peers.Cusparselt()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.backends.cusparselt, "is_available", lambda: False)
+    assert peer.missing() == "this torch is built without it"
+    monkeypatch.setattr(torch.backends.cusparselt, "is_available", lambda: True)
+    monkeypatch.setattr(peers.libcusparselt, "library", library)
+    assert peer.missing() == "cuSPARSELt 0.11.0 is loaded, and only 0.8 are known here"
+    monkeypatch.setattr(peers.libcusparselt, "library", lambda: SimpleNamespace(version="0.8.0"))
+    assert peer.missing() is None and peer.version() == "0.8.0"
 
 
 def test_humming_is_given_our_integers(packed: PackedWeight, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -157,6 +157,18 @@ def test_failed_capture_ends(fake_cuda: FakeCuda) -> None:
     timer.runner(functions(fake_cuda, 1), torch.zeros(2, 2), 1)
 
 
+def test_replay_is_what_the_gpu_takes(fake_cuda: FakeCuda) -> None:
+    def slow(x: Tensor) -> Tensor:
+        fake_cuda.now_us += 0 if fake_cuda.capturing else 300e3
+        fake_cuda.note(0)
+        return x
+
+    timer = FakeCudaTimer(rotate_bytes=100.0)
+    assert timer.estimate_us(slow, torch.zeros(2, 2)) == pytest.approx(300e3)
+    assert timing.replay_us(timer, slow, torch.zeros(2, 2)) == pytest.approx(fake_cuda.call_us)
+    assert fake_cuda.captures[-1].copies == [0]
+
+
 def test_host_time(fake_cuda: FakeCuda) -> None:
     us = FakeCudaTimer(rotate_bytes=100.0).host_us(lambda x: x + 1, torch.zeros(2, 2))
     assert us is not None and 0 < us < 1e5

@@ -69,6 +69,22 @@ def test_no_small_step_away_is_better() -> None:
             assert cost(error - (b + db) @ (a + da), metric) > least
 
 
+def test_a_solver_that_does_not_converge_is_asked_again_in_float64(monkeypatch: pytest.MonkeyPatch) -> None:
+    error, metric = problem(40, 56)
+    expected = low_rank(error, metric, 7)
+    eigh = torch.linalg.eigh
+
+    def fussy(matrix: Tensor) -> Any:
+        if matrix.dtype == FP32:
+            raise torch.linalg.LinAlgError("did not converge")
+        return eigh(matrix)
+
+    monkeypatch.setattr(torch.linalg, "eigh", fussy)
+    a, b = low_rank(error, metric, 7)
+    assert a.dtype == FP32
+    torch.testing.assert_close(b @ a, expected[1] @ expected[0], rtol=0, atol=1e-4)
+
+
 @pytest.mark.parametrize(("n", "k"), [(24, 40), (40, 24)])
 def test_full_rank_leaves_nothing(n: int, k: int) -> None:
     error, metric = problem(n, k)

@@ -297,11 +297,26 @@ def test_methods_that_it_cannot_follow_are_refused(method: str) -> None:
     assert tiny.unchanged(model, before)
 
 
-@pytest.mark.parametrize("value", ["yes", 1, 0, 2.0, None, Refit()], ids=str)
+def test_without_a_word_it_happens_on_a_gpu_wherever_it_can() -> None:
+    model = tiny.llama()
+    assert not refit.by_default(model, "auto", None)  # which is on a CPU
+    assert not refit.by_default(model.to("meta"), "auto", "cpu")
+    assert refit.by_default(model, "auto", "cuda:0") and refit.by_default(model, "gptq", torch.device("cuda"))
+    assert not refit.by_default(model, "magnitude+rtn", "cuda") and not refit.by_default(model, "wanda", "cuda")
+    model.config._attn_implementation = "flash_attention_2"
+    assert not refit.by_default(model, "auto", "cuda")
+
+
+def test_without_a_word_a_model_on_a_cpu_is_not_refitted() -> None:
+    report = quiet(tiny.llama())
+    assert report.settings["refit"] is None and {x.method for x in report.compressed} == {"one-shot"}
+
+
+@pytest.mark.parametrize("value", ["yes", 1, 0, 2.0, Refit()], ids=str)
 def test_other_values_are_refused(value: Any) -> None:
     model = tiny.llama()
     before = tiny.snapshot(model)
-    with pytest.raises(ValueError, match="refit must be True or False"):
+    with pytest.raises(ValueError, match="refit must be True, False or None"):
         quiet(model, refit=value)
     assert tiny.unchanged(model, before)
 
