@@ -105,6 +105,11 @@ def _parser() -> argparse.ArgumentParser:
         action=argparse.BooleanOptionalAction,
         help="train each block to put out what it does in the original model (default: if there is a GPU)",
     )
+    p.add_argument(
+        "--permute",
+        action="store_true",
+        help="put channels into an order that suits the masks better, which costs nothing at run time",
+    )
     p.add_argument("--skip", action="append", default=[], metavar="PATTERN", help="layers to leave out; repeatable")
     p.add_argument(
         "--only", action="append", default=[], metavar="PATTERN", help="layers to take, no others; repeatable"
@@ -277,6 +282,7 @@ def _compress(args: argparse.Namespace) -> None:
         tokenizer=tokenizer,
         method=args.method,
         refit=args.refit,
+        permute=args.permute,
         skip=args.skip,
         only=args.only,
         dtype=_DTYPES.get(args.dtype),

@@ -24,10 +24,12 @@ from .adapters import check_adapter
 from .blocks import Recorded, capture, moved, record, run
 from .calibration import calibration_windows
 from .moments import collect
+from .permutation import Permuted, annotated, permute_channels
 from .report import LayerReport, Report
 from .solve import (
     check_damping,
     check_method,
+    check_permute,
     check_refit,
     default_method,
 )
@@ -70,6 +72,7 @@ def patch_model(
     adapter_rank: int | float = 0,
     adapter_bits: Literal[4, 16] = 16,
     refit: bool | None = None,
+    permute: bool = False,
 ) -> Report:
     """Compresses every ``nn.Linear`` of a causal LM's decoder blocks, in place.
 
@@ -111,6 +114,9 @@ def patch_model(
         refit: whether each block is trained, once its layers are solved, to put out what it does in the original model:
             its integers and scales, not the masks (see :mod:`~sparse_marlin.compression.refit`). It takes a few hundred
             passes through every block. None: where that is computed on a GPU, after every method that is calibrated.
+        permute: whether the channels within each MLP, and within each head of attention, are first put into an order
+            that suits masks and scales better, see :mod:`~sparse_marlin.compression.permutation`. It costs nothing at
+            run time. Layers that are not compressed may be permuted with the others; what they compute stays the same.
 
     Returns:
         A report of every layer.
@@ -124,6 +130,7 @@ def patch_model(
     check_damping(damping)
     check_adapter(adapter_rank, adapter_bits, method)
     check_refit(refit, method)
+    check_permute(permute)
     if not isinstance(model, nn.Module):
         raise TypeError(f"patch_model takes an nn.Module, got {type(model).__name__}")
     if refit is None:
@@ -156,6 +163,7 @@ def patch_model(
             progress=progress,
             on_nonfinite=on_nonfinite,
             refit=refit,
+            permute=permute,
         )
     if target_bits is not None or max_loss_increase is not None:
         raise ValueError(f"target_bits and max_loss_increase need sparsity='auto', got sparsity={sparsity!r:.80}")
@@ -185,6 +193,7 @@ def patch_model(
         "windows": len(windows),
         "tokens": sum(w.numel() for w in windows),
         "refit": None if setting is None else asdict(setting),
+        "permute": permute,
     }
     store = None
     if checkpoint_dir is not None:
@@ -192,7 +201,10 @@ def patch_model(
     was_training = model.training
     model.eval()
     finished: list[LayerReport] = []
+    permuted: Permuted = {}
     try:
+        if permute:
+            permuted = permute_channels(model, prefix, blocks, targets, windows, store, device, progress)
         hidden, calls = capture(model, blocks, windows, device)
         correct = method == "one-shot"
         original = list(hidden)  # what the uncompressed model would have there
@@ -244,7 +256,8 @@ def patch_model(
     finally:
         model.train(was_training)
     order = {name: i for i, (name, _) in enumerate(model.named_modules(remove_duplicate=False))}
-    return Report(sorted(finished + skipped, key=lambda layer: order[layer.name]), settings)
+    layers = sorted(finished + skipped, key=lambda layer: order[layer.name])
+    return Report(annotated(layers, permuted), settings)
 
 
 def _install(model: nn.Module, result: Result, linear: nn.Linear) -> None:

@@ -34,6 +34,7 @@ class LayerReport:
         rows: calibration inputs that the layer saw.
         adapter_rank: rank of the adapter, 0 without one.
         adapter_bits_per_weight: the adapter's part of ``bits_per_weight``.
+        permuted: whether its columns were put into another order, see :mod:`~sparse_marlin.compression.permutation`.
     """
 
     name: str
@@ -50,6 +51,7 @@ class LayerReport:
     rows: int = 0
     adapter_rank: int = 0
     adapter_bits_per_weight: float = 0.0
+    permuted: bool = False
 
     @classmethod
     def from_dict(cls, d: dict[str, Any]) -> LayerReport:

@@ -80,6 +80,12 @@ def check_refit(refit: object, method: str) -> None:
         )
 
 
+def check_permute(permute: object) -> None:
+    """Raises ValueError for what is no yes or no."""
+    if not isinstance(permute, bool):
+        raise ValueError(f"permute must be True or False, got {permute!r}")
+
+
 def check_damping(damping: float) -> None:
     """Raises ValueError for a damping that is no finite number >= 0."""
     if not (math.isfinite(damping) and damping >= 0):

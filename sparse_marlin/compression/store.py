@@ -9,7 +9,7 @@ import zlib
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -98,34 +98,64 @@ class Store:
         write(self._file(index), lambda f: save_file(tensors, f, metadata))
 
     def load(self, index: int) -> list[Result] | None:
-        if not self._file(index).exists():
-            return None
-        try:
-            return self._read(index)
-        except (SafetensorError, KeyError, TypeError, ValueError, RuntimeError) as e:
-            raise ValueError(f"{self._file(index)} is damaged ({e}): delete it, and its block is computed again") from e
+        return _load(self._file(index), _read)
 
-    def _read(self, index: int) -> list[Result]:
-        results = []
-        with safe_open(self._file(index), "pt") as f:
-            for layer in json.loads(f.metadata()["layers"]):
-                report = LayerReport.from_dict(layer["report"])
-                prefix = report.name + "."
-                tensors = {k.removeprefix(prefix): f.get_tensor(k) for k in f.keys() if k.startswith(prefix)}  # noqa: SIM118
-                if layer["scheme"] is None:
-                    results.append(Result(report, None, tensors["weight"]))
-                else:
-                    scheme = Scheme.from_dict(layer["scheme"])
-                    parts = {n: tensors[n] for n in TENSOR_NAMES if n in tensors}
-                    packed = PackedWeight.from_tensors(parts, scheme, report.shape[1])
-                    adapter = None
-                    if layer["adapter"] is not None:
-                        own = AdapterScheme.from_dict(layer["adapter"])
-                        adapter = Adapter.empty(packed.in_features, packed.out_features, own, scheme.dtype)
-                        parts = {n.removeprefix("adapter."): t for n, t in tensors.items() if n.startswith("adapter.")}
-                        adapter.load_state_dict(parts, assign=True)
-                    results.append(Result(report, packed, None, adapter))
-        return results
+    def _orders_file(self, index: int) -> Path:
+        return self.path / f"permutation-{index:05d}.safetensors"
+
+    def save_orders(self, index: int, orders: dict[str, Tensor], notes: dict[str, str]) -> None:
+        """Keeps the orders [heads, width] of channels of a block's layers, and why others have none."""
+        tensors = {name: order.to("cpu", torch.int32).contiguous() for name, order in orders.items()}
+        write(self._orders_file(index), lambda f: save_file(tensors, f, {"notes": json.dumps(notes)}))
+
+    def load_orders(self, index: int) -> tuple[dict[str, Tensor], dict[str, str]] | None:
+        return _load(self._orders_file(index), _read_orders)
+
+
+T = TypeVar("T")
+
+
+def _load(file: Path, read: Callable[[Path], T]) -> T | None:
+    """What a block's file holds; None if there is none."""
+    if not file.exists():
+        return None
+    try:
+        return read(file)
+    except (SafetensorError, KeyError, TypeError, ValueError, RuntimeError) as e:
+        raise ValueError(f"{file} is damaged ({e}): delete it, and its block is computed again") from e
+
+
+def _read(file: Path) -> list[Result]:
+    results = []
+    with safe_open(file, "pt") as f:
+        for layer in json.loads(f.metadata()["layers"]):
+            report = LayerReport.from_dict(layer["report"])
+            prefix = report.name + "."
+            tensors = {k.removeprefix(prefix): f.get_tensor(k) for k in f.keys() if k.startswith(prefix)}  # noqa: SIM118
+            if layer["scheme"] is None:
+                results.append(Result(report, None, tensors["weight"]))
+            else:
+                scheme = Scheme.from_dict(layer["scheme"])
+                parts = {n: tensors[n] for n in TENSOR_NAMES if n in tensors}
+                packed = PackedWeight.from_tensors(parts, scheme, report.shape[1])
+                adapter = None
+                if layer["adapter"] is not None:
+                    own = AdapterScheme.from_dict(layer["adapter"])
+                    adapter = Adapter.empty(packed.in_features, packed.out_features, own, scheme.dtype)
+                    parts = {n.removeprefix("adapter."): t for n, t in tensors.items() if n.startswith("adapter.")}
+                    adapter.load_state_dict(parts, assign=True)
+                results.append(Result(report, packed, None, adapter))
+    return results
+
+
+def _read_orders(file: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+    with safe_open(file, "pt") as f:
+        notes = json.loads(f.metadata()["notes"])
+        orders = {name: f.get_tensor(name).long() for name in f.keys()}  # noqa: SIM118
+    for name, order in orders.items():
+        if not torch.equal(order.sort(1).values, torch.arange(order.shape[1]).expand_as(order)):
+            raise ValueError(f"{name} has no order of channels")
+    return orders, dict(notes)
 
 
 def _bytes(t: Tensor) -> memoryview:

@@ -59,6 +59,7 @@ from .blocks import call, capture, moved, run, without_blocks
 from .calibration import calibration_windows
 from .hessian import NonFiniteError
 from .moments import collect
+from .permutation import Permuted, annotated, permute_channels
 from .pipeline import patch_model
 from .report import Mix, Report, Sensitivity, Structure, curve_table
 from .solve import METHODS_24, METHODS_DENSE
@@ -99,6 +100,7 @@ def patch_auto(
     progress: bool,
     on_nonfinite: str,
     refit: bool,
+    permute: bool,
 ) -> Report:
     """:func:`~sparse_marlin.compression.pipeline.patch_model` with ``sparsity="auto"``, which documents the arguments.
 
@@ -131,16 +133,21 @@ def patch_auto(
 
     settings = {"method": "one-shot", "damping": damping, "on_nonfinite": on_nonfinite, "seed": seed}
     directory = None if checkpoint_dir is None else Path(checkpoint_dir)
-    stores: list[Store] = []
+    store = None
     if directory is not None:
-        Store(directory, {**settings, "sparsity": "auto"}, model, sparse, windows)
-        stores = [
-            Store(directory / name, settings, model, targets, calibrating)
-            for name, targets in (("sparse24", sparse), ("dense", sizes.dense_targets))
-        ]
+        store = Store(directory, {**settings, "sparsity": "auto", "permute": permute}, model, sparse, windows)
+    stores: list[Store] = []
+    permuted: Permuted = {}
     was_training = model.training
     model.eval()
     try:
+        if permute:
+            permuted = permute_channels(model, prefix, blocks, sparse, calibrating, store, device, progress)
+        if directory is not None:  # after that, which changes the model's fingerprint
+            stores = [
+                Store(directory / name, settings, model, targets, calibrating)
+                for name, targets in (("sparse24", sparse), ("dense", sizes.dense_targets))
+            ]
         probe = Probe(model, prefix, blocks, held_out, device, progress)
         found = None if directory is None else _load(directory / "structure.json")
         if found is None:
@@ -205,7 +212,8 @@ def patch_auto(
         curve=curve.points(ratio if ratio > 0 else 1.0),
         measured=tuple(measured),
     )
-    report.settings |= {"sparsity": "auto", target: wanted, "held_out_windows": len(held_out)}
+    report.layers = annotated(report.layers, permuted)
+    report.settings |= {"sparsity": "auto", "permute": permute, target: wanted, "held_out_windows": len(held_out)}
     return report
 
 
