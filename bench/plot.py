@@ -1,11 +1,13 @@
-"""Plots and the README's table from committed results: python bench/plot.py bench/results/h200/*.json --readme
+"""Plots and the README's tables from committed results: python bench/plot.py compare.json --peers humming.json --readme
 
 speedup-DTYPE    how many times as fast as cuBLAS, against M, a panel per weight, with what the memory and the tensor
                  cores would allow
 layers-DTYPE     the same for a few M as bars, weight by weight
 bytes-DTYPE      time against bytes moved at the smallest M, with the line of the measured bandwidth
 
-Each is written as PNG and SVG. --readme puts the first one and a table into README.md.
+Each is written as PNG and SVG. --readme puts the first one and a table into README.md. Others may have been measured in
+runs of their own, in which cuBLAS and ours stood beside them: --peers draws what they reached there among the rest, and
+--readme makes a table of each of those runs, so that no time is compared with one of another run.
 """
 
 from __future__ import annotations
@@ -261,10 +263,15 @@ def combine(found: Sequence[Results]) -> Results:
     return combined
 
 
-def update_readme(found: Results, dtype: str, image: Path) -> None:
-    """Replaces the README's plot and table."""
+def with_peers(found: Results, others: Sequence[Results]) -> Results:
+    """With the rows that others have in runs of their own."""
+    foreign = [r for o in others for r in o.rows if r.impl != BASE and not r.impl.startswith(OURS)]
+    return Results(found.meta, [*found.rows, *foreign])
+
+
+def update_readme(found: Results, others: Sequence[Results], dtype: str, image: Path) -> None:
+    """Replaces the README's plot and tables."""
     rows = [r for r in found.rows if r.dtype == dtype]
-    impls = {r.impl for r in rows if r.sparsity == "none"}
     columns, lines, shapes = speed_table(rows)
     where = Path(os.path.relpath(image, readme.README.parent)).as_posix()
     about = conditions(found.meta, rows)
@@ -275,31 +282,46 @@ def update_readme(found: Results, dtype: str, image: Path) -> None:
         f"Reads of {found.meta.get('bandwidth_gbs', 0):.0f} GB/s measured in the same run."
     )
     readme.replace("comparison", columns, lines, caption)
-    shared = [r for r in rows if all(any((o.impl, o.N, o.K) == (i, r.N, r.K) for o in rows) for i in impls)]
-    columns, lines, shapes = speed_table([r for r in shared if r.sparsity == "none"])
+    readme.replace_text("peers", "\n\n".join(map(peers_text, others)))
+
+
+def peers_text(found: Results) -> str:
+    """A table of one run beside others, over the weights for which it has all of them at every M."""
+    all_series = series_of(found.rows)
+    had = {(r.impl, r.sparsity, r.N, r.K, r.M) for r in found.rows}
+    tokens = {r.M for r in found.rows}
+    shared = [(n, k) for n, k in shapes_of(found.rows) if all((*s, n, k, m) in had for s in all_series for m in tokens)]
+    if not shared:
+        raise ValueError("a run beside others needs a weight for which it has all of them at every M")
+    columns, lines, shapes = speed_table([r for r in found.rows if (r.N, r.K) in shared])
     weights = ", ".join(f"{n}x{k}" for n, k in shapes)
-    readme.replace("peers", columns, lines, f"The same for dense weights of {weights}, which all of these have.")
+    versions = found.meta.get("versions", {})
+    named = ", ".join(f"{impl} {versions[impl]}" for impl, _ in all_series if impl in versions and impl != OURS)
+    where = conditions(found.meta, found.rows)
+    return f"{readme.table(columns, lines)}\n\n{named}; geometric mean over {weights}. {where}."
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help="results of bench/compare.py")
+    parser.add_argument("--peers", nargs="+", type=Path, default=[], metavar="FILE", help="runs beside others")
     parser.add_argument("--out", type=Path, metavar="FOLDER", help="where to draw (default: beside the first file)")
     parser.add_argument("--readme", action="store_true", help="put the speedups into README.md")
     parser.add_argument("--dtype", default="float16", help="of the README's plot and table (default: float16)")
     args = parser.parse_args(arguments)
     try:
         found = combine([results.read(f) for f in args.files])
+        others = [results.read(f) for f in args.peers]
         dtypes = {r.dtype for r in found.rows if r.impl.startswith(OURS)}
         if args.readme and args.dtype not in dtypes:
             raise ValueError(f"--dtype {args.dtype}: the files have rows of ours for {', '.join(sorted(dtypes))}")
         folder = args.out or args.files[0].parent
-        for path in draw(found, folder):
+        for path in draw(with_peers(found, others), folder):
             print(f"drew {path}")
+        if args.readme:
+            update_readme(found, others, args.dtype, folder / f"speedup-{args.dtype}.svg")
     except ValueError as e:
         parser.error(str(e))
-    if args.readme:
-        update_readme(found, args.dtype, folder / f"speedup-{args.dtype}.svg")
     return 0
 
 

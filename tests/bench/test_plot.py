@@ -157,13 +157,29 @@ def test_readme(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for i, shapes in enumerate((SHAPES[:1], SHAPES[-1:])):
         chosen = [r for r in rows() if (r.N, r.K) in shapes and r.M in (1, 16)]
         results.write(folder / f"{i}.json", Results(META, chosen))
-    assert plot.main([str(folder / "0.json"), str(folder / "1.json"), "--readme"]) == 0
+    beside = [
+        make_row(N=8, K=8, M=m, impl=impl, speedup_vs_fp16=speed)
+        for impl, speed in (("sparse_marlin", 4.0), ("humming", 1.25))
+        for m in (1, 16)
+    ]
+    # Of the second weight it lacks one M of one implementation.
+    beside += [make_row(N=16, K=8, M=m, impl=i, speedup_vs_fp16=9.0) for m, i in ((1, "humming"), (1, "sparse_marlin"))]
+    other = {**META, "commit": "fedcba987", "versions": {"torch": "2.11.0", "humming": "0.1"}}
+    results.write(folder / "peers.json", Results(other, beside))
+    files = [str(folder / f"{name}.json") for name in ("0", "1", "peers")]
+    assert plot.main([*files[:2], "--readme", "--peers", files[2]]) == 0
     written = text.read_text()
+    assert (
+        "| sparse_marlin | 4.00 | 4.00 |\n| humming | 1.25 | 1.25 |\n\nhumming 0.1; geometric mean over 8x8." in written
+    )
+    assert "commit fedcba987" in written and "commit 012345678" in written
+    assert "humming" in (folder / "speedup-float16.svg").read_text()
     assert "](bench/results/speedup-float16.svg)" in written
     assert (folder / "speedup-float16.svg").exists()
     assert "| sparse_marlin 2:4 | 3.00 | 3.00 |" in written
     assert "73728x18432" in written and "Reads of 4500 GB/s" in written and "NVIDIA H200" in written
-    plot.update_readme(Results(META, [r for r in rows() if r.M == 1]), "float16", folder / "speedup-float16.svg")
+    some = [r for r in rows() if r.M == 1]
+    plot.update_readme(Results(META, some), [], "float16", folder / "speedup-float16.svg")
     assert "| sparse_marlin 2:4 | 3.00 |\n" in text.read_text()  # in place of the old one
     assert text.read_text().startswith("# title\n") and text.read_text().endswith("-->\nend\n")
 
@@ -183,6 +199,7 @@ def test_mistakes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (["c.json"], "no rows of sparse_marlin"),
         (["a.json", "--readme", "--dtype", "bfloat16"], "the files have rows of ours for float16"),
         (["none.json"], "cannot be read"),
+        (["a.json", "--peers", "none.json"], "cannot be read"),
     ):
         with pytest.raises(SystemExit, match="2"):
             plot.main([str(tmp_path / a) if a.endswith(".json") else a for a in arguments])
