@@ -28,7 +28,7 @@ import results
 import torch
 from torch import Tensor
 
-from sparse_marlin.compression import adapters, pipeline, solve, stages
+from sparse_marlin.compression import pipeline, solve, stages
 from sparse_marlin.compression.moments import Moments
 from sparse_marlin.compression.targets import Target
 from sparse_marlin.scheme import Scheme
@@ -143,45 +143,9 @@ def one_stage(targets: list[Target], inputs: Any) -> list[list[Target]]:
     return [targets]
 
 
-def quad_order(hessian: Tensor) -> Tensor:
-    """[K] the columns, quads with large inputs first, so that most columns are left to make up for their errors."""
-    quads = hessian.diagonal().view(-1, 4).sum(1).argsort(descending=True, stable=True)
-    return (4 * quads.unsqueeze(1) + torch.arange(4, device=quads.device)).flatten()
-
-
-def ordered_compress(
-    weight: Tensor, hessian: Tensor | None, scheme: Scheme, method: str, damping: float = 0.01
-) -> solve.Solution:
-    """One-shot, which walks through the columns in the order of ``quad_order``; groups stay where they are."""
-    if hessian is None:
-        return solve.compress_weight(weight, None, scheme, method, damping)
-    order = quad_order(hessian)
-    back = order.argsort()
-    factor = solve.inverse_factor(hessian[order][:, order], damping)
-    importance = factor.upper.diagonal().square().reciprocal()[back]
-    pairs = None if scheme.sparsity is None else solve.Pairs(factor.upper)
-    target = weight.float()[:, order]
-    if pairs is not None:
-        target = solve.sweep(target, factor.upper, pairs, None)
-    mask = None if pairs is None else pairs.mask()[:, back]
-    scales = solve.fit_scales(target[:, back], mask, scheme, importance)
-    rounder = _OrderedRounder(scheme, scales, order)
-    solve.sweep(target, factor.upper, pairs, rounder)
-    latent = rounder.latent()[:, back]
-    codes = solve._codes(latent, scheme)
-    scales = solve.refit_scales(weight.float(), codes, mask, scales, scheme, hessian, factor.damping)
-    return solve._finish(latent, scales, mask, scheme, method, factor.damping)
-
-
-class _OrderedRounder(solve.Rounder):
-    """Given columns in another order, knows their groups."""
-
-    def __init__(self, scheme: Scheme, scales: Tensor, order: Tensor) -> None:
-        super().__init__(scheme, scales)
-        self.order = order.tolist()
-
-    def __call__(self, j: int, column: Tensor, kept: Tensor | None) -> Tensor:
-        return super().__call__(self.order[j], column, kept)
+def stored_order(hessian: Tensor, width: int) -> Tensor:
+    """The columns as they are stored."""
+    return torch.arange(hessian.shape[0], device=hessian.device)
 
 
 VARIANTS = {
@@ -197,7 +161,7 @@ VARIANTS = {
         "errors of earlier layers not made up for", ((stages, "corrected_target", original_target),)
     ),
     "one-stage": Variant("all layers of a block at once", ((pipeline, "split_stages", one_stage),)),
-    "ordered": Variant("columns with large inputs first, by quads", ((adapters, "compress_weight", ordered_compress),)),
+    "stored-order": Variant("columns in the order they are stored in", ((solve, "solving_order", stored_order),)),
     "damping-0.001": Variant("damping 0.1 %", arguments={"damping": 0.001}),
     "damping-0.1": Variant("damping 10 %", arguments={"damping": 0.1}),
     "windows-96": Variant("96 calibration windows", windows=96),

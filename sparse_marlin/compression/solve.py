@@ -124,7 +124,8 @@ def compress_weight(
         scheme: bits, groups and sparsity of the result; symmetric.
         method: one of METHODS_24, METHODS_DENSE, PRUNE_ONLY. ``one-loop`` chooses the mask while it rounds;
             ``two-pass`` prunes first and then rounds under the frozen mask; ``gptq`` only rounds; ``one-shot`` is the
-            latter two with the scales fitted once more to the final integers.
+            latter two, beginning with the columns that matter most, and with the scales fitted once more to the final
+            integers.
         damping: fraction of the Hessian's mean diagonal added to it.
 
     Raises:
@@ -142,26 +143,43 @@ def compress_weight(
         columns = scales.float().repeat_interleave(scheme.group_width(w.shape[1]), 1)
         return _finish(_in_units(kept, columns), scales, mask, scheme, method, 0.0)
 
-    factor = inverse_factor(hessian, damping)
+    order = torch.arange(w.shape[1], device=w.device)
+    if method == "one-shot":
+        order = solving_order(hessian, 4 if sparse else 1)
+    back = order.argsort()  # all that follows is in the solver's order, except for what is indexed with this
+    factor = inverse_factor(hessian[order.unsqueeze(1), order], damping)
     importance = factor.upper.diagonal().square().reciprocal()
     pairs = Pairs(factor.upper) if sparse else None
-    target, mask = w, None
+    target, mask = w[:, order], None
     if pairs is not None and method != "one-loop":
-        target = sweep(w, factor.upper, pairs, None)
-        mask = pairs.mask()
+        target = sweep(target, factor.upper, pairs, None)
+        mask = pairs.mask()[:, back]
         if method == "sparsegpt":
-            return Solution(None, target, method, factor.damping)
-    estimate = mask if pairs is None or mask is not None else magnitude_mask(w * importance.sqrt())
-    scales = fit_scales(target, estimate, scheme, importance)
-    rounder = Rounder(scheme, scales)
+            return Solution(None, target[:, back], method, factor.damping)
+    estimate = mask if pairs is None or mask is not None else magnitude_mask(w * importance[back].sqrt())
+    scales = fit_scales(target[:, back], estimate, scheme, importance[back])
+    rounder = Rounder(scheme, scales, order)
     # Starting from the pruned weight is as good as starting from the original one under the frozen mask: the errors of
     # pruning have been fed forward already, and those of rounding add up linearly.
     sweep(target, factor.upper, pairs, rounder)
-    mask = None if pairs is None else pairs.mask()
-    latent = rounder.latent()
+    mask = None if pairs is None else pairs.mask()[:, back]
+    latent = rounder.latent()[:, back]
     if method == "one-shot":
         scales = refit_scales(w, _codes(latent, scheme), mask, scales, scheme, hessian, factor.damping)
     return _finish(latent, scales, mask, scheme, method, factor.damping)
+
+
+def solving_order(hessian: Tensor, width: int) -> Tensor:
+    """[K] the columns, those with the largest inputs first: most columns are left then to make up for their errors.
+
+    As GPTQ's activation order, but where the weights are stored, and in which group, stays what it was.
+
+    Args:
+        hessian: [K, K].
+        width: columns that stay together: 4 for quads.
+    """
+    groups = hessian.diagonal().view(-1, width).sum(1).argsort(descending=True, stable=True)
+    return (width * groups.unsqueeze(1) + torch.arange(width, device=groups.device)).flatten()
 
 
 def _finish(
@@ -304,18 +322,17 @@ def sweep(w: Tensor, upper: Tensor, pairs: Pairs | None, rounder: Rounder | None
 
 
 class Rounder:
-    """Rounds columns to the grid of their groups and keeps what was rounded."""
+    """Rounds columns, which come in some order, to the grid of their groups, and keeps what was rounded."""
 
-    def __init__(self, scheme: Scheme, scales: Tensor) -> None:
+    def __init__(self, scheme: Scheme, scales: Tensor, order: Tensor) -> None:
         self.scheme = scheme
+        self._groups = (torch.zeros_like(order) if scheme.group_size == -1 else order // scheme.group_size).tolist()
         self.scales = scales.float().T.contiguous()
         self.inverse = torch.where(self.scales == 0, 0.0, 1.0 / self.scales)
         self._columns: list[Tensor] = []
 
     def __call__(self, j: int, column: Tensor, kept: Tensor | None) -> Tensor:
-        width = self.scheme.group_size
-        group = 0 if width == -1 else j // width
-        zero = self.scheme.zero_code
+        group, zero = self._groups[j], self.scheme.zero_code
         latent = column * self.inverse[group]
         if kept is not None:
             latent *= kept
@@ -323,7 +340,7 @@ class Rounder:
         return latent.round().clamp_(-zero, self.scheme.max_code - zero).mul_(self.scales[group])
 
     def latent(self) -> Tensor:
-        """[N, K] float32."""
+        """[N, K] float32, in the order in which the columns came."""
         return torch.stack(self._columns, 1)
 
 

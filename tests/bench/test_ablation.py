@@ -90,29 +90,6 @@ def test_every_variant_is_another_solution(sparsity: str | None) -> None:
     assert torch.equal(again, found[ablation.BASE])  # nothing is left exchanged
 
 
-@pytest.mark.parametrize("scheme", [SPARSE, DENSE])
-def test_in_the_columns_own_order_it_is_one_shot(scheme: Scheme, monkeypatch: pytest.MonkeyPatch) -> None:
-    w, h = problem()
-    ordered = ablation.ordered_compress(w, h, scheme, "one-shot")
-    monkeypatch.setattr(ablation, "quad_order", lambda hessian: torch.arange(len(hessian)))
-    same, plain = (f(w, h, scheme, "one-shot") for f in (ablation.ordered_compress, solve.compress_weight))
-    assert same.packed is not None and plain.packed is not None and ordered.packed is not None
-    for name, tensor in plain.packed.tensors().items():
-        assert torch.equal(tensor, same.packed.tensors()[name]), name
-    assert not torch.equal(ordered.weight, plain.weight)
-    # In another order it is about as good, which it would not be with scales of other groups.
-    errors = [solve.output_error(w, s.weight, h) for s in (ordered, plain)]
-    assert errors[0] < 1.2 * errors[1]
-
-
-def test_order_keeps_quads_whole_and_begins_with_the_largest() -> None:
-    _, h = problem()
-    order = ablation.quad_order(h).view(-1, 4)
-    assert torch.equal(order, order[:, :1] + torch.arange(4)) and len(order.unique()) == len(h)
-    sums = h.diagonal()[order].sum(1)
-    assert torch.equal(sums, sums.sort(descending=True).values)
-
-
 def test_masks_are_those_of_sparsegpt() -> None:
     """Against its loop: the two of a quad with the least w^2 / U_jj^2 go, column after column."""
     w, h = problem()

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from sparse_marlin.compression import solve
 from sparse_marlin.compression.hessian import inverse_factor
 from sparse_marlin.compression.solve import (
     METHODS_24,
@@ -18,6 +19,7 @@ from sparse_marlin.compression.solve import (
     fit_scales,
     magnitude_mask,
     output_error,
+    solving_order,
     sweep,
 )
 from sparse_marlin.scheme import Scheme, Sparsity
@@ -69,7 +71,7 @@ def test_blocks_of_columns_change_nothing() -> None:
     upper = inverse_factor(h, 0.01).upper
     scheme = Scheme(4, 32, None)
     scales = fit_scales(w, None, scheme, None)
-    out = sweep(w, upper, None, Rounder(scheme, scales))
+    out = sweep(w, upper, None, Rounder(scheme, scales, torch.arange(w.shape[1])))
     plain = w.clone()
     for j in range(320):
         s = scales[:, j // 32].float()
@@ -79,6 +81,43 @@ def test_blocks_of_columns_change_nothing() -> None:
     # Once a column has rounded the other way a row goes its own way, so compare what the sweep minimises.
     assert output_error(w, out, h) == pytest.approx(output_error(w, plain, h), rel=0.05)
     assert torch.equal(out[:, :128], plain[:, :128])
+
+
+@pytest.mark.parametrize("width", [1, 4])
+def test_the_order_keeps_quads_whole_and_begins_with_the_largest_inputs(width: int) -> None:
+    _, h = problem(1, 64)
+    h[8, 8] = h[4, 4]  # equal ones stay in order
+    order = solving_order(h, width).view(-1, width)
+    assert torch.equal(order, order[:, :1] + torch.arange(width)) and len(order.unique()) == 64
+    sums = h.diagonal()[order].sum(1)
+    assert (sums[:-1] >= sums[1:]).all()
+
+
+@pytest.mark.parametrize("sparsity", ["2:4", None])
+@pytest.mark.parametrize("group_size", [32, -1])
+def test_where_columns_lie_does_not_matter_to_one_shot(sparsity: Sparsity | None, group_size: int) -> None:
+    """Whole groups may change places, and columns within a dense group, or quads: each keeps its integers and scale."""
+    w, h = problem(24, 128)
+    h.diagonal().add_(torch.linspace(0, 1, 128) * h.diagonal().mean())  # no two columns alike
+    scheme = Scheme(4, group_size, sparsity)
+    g = torch.Generator().manual_seed(3)
+    quads = torch.cat([32 * i + 4 * torch.randperm(8, generator=g) for i in torch.randperm(4, generator=g).tolist()])
+    order = (quads.unsqueeze(1) + torch.arange(4)).flatten()
+    a = compress_weight(w, h, scheme, "one-shot")
+    b = compress_weight(w[:, order], h[order][:, order], scheme, "one-shot")
+    same = (a.weight[:, order] - b.weight).abs() <= 1e-3 * a.weight.abs().max()
+    assert same.float().mean() > 0.99  # all but what float32 sums of another order round elsewhere
+
+
+def test_the_order_helps_where_inputs_differ() -> None:
+    w, h = problem(64, 256, seed=3)
+    gain = torch.linspace(0.05, 3, 256)
+    h = h * gain * gain[:, None]  # the stored order begins with the smallest
+    for sparsity in ("2:4", None):
+        scheme = Scheme(4, 64, sparsity)  # type: ignore[arg-type]
+        ordered = output_error(w, compress_weight(w, h, scheme, "one-shot").weight, h)
+        stored = output_error(w, compress_weight(w, h, scheme, "two-pass" if sparsity else "gptq").weight, h)
+        assert ordered < 0.97 * stored
 
 
 def test_twins_lose_nothing() -> None:
@@ -144,8 +183,9 @@ def test_a_weight_that_is_24_already_keeps_its_mask() -> None:
 
 
 @pytest.mark.parametrize("sparsity", ["2:4", None])
-def test_refitted_scales_are_better(sparsity: Sparsity | None) -> None:
+def test_refitted_scales_are_better(sparsity: Sparsity | None, monkeypatch: pytest.MonkeyPatch) -> None:
     w, h = problem(48, 256)
+    monkeypatch.setattr(solve, "solving_order", lambda hessian, width: torch.arange(len(hessian)))
     before = compress_weight(w, h, Scheme(4, 64, sparsity), "two-pass" if sparsity else "gptq")
     after = compress_weight(w, h, Scheme(4, 64, sparsity), "one-shot")
     assert output_error(w, after.weight, h) < output_error(w, before.weight, h)
