@@ -268,14 +268,15 @@ def by_model(rows: Sequence[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
 
 
 def caption_of(found: dict[str, Any]) -> str:
-    """Of which models, on what and where: below a table."""
-    meta = found["meta"]
-    models = " and ".join(by_model(rows_of(found)))
+    """Of which models, on what and where, and of which commits: below a table."""
+    meta, rows = found["meta"], rows_of(found)
+    models = " and ".join(by_model(rows))
+    commits = ", ".join(dict.fromkeys(str(r["commit"])[:9] for r in rows))
     return (
         f"{models}, group {meta['group_size']}, float32; calibrated on windows of {meta['window']} tokens of the first "
         f"half of {meta['text']}, evaluated on {meta['evaluation_windows']} of the second, seed {meta['seed']}. "
         f"{meta['device']}, torch {meta['torch']}, transformers {meta['transformers']}, "
-        f"{meta['date'][:10]}."
+        f"commits {commits}, {meta['date'][:10]}."
     )
 
 
