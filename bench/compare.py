@@ -33,7 +33,7 @@ import peers
 import results
 import timing
 import torch
-from cusparselt import Search
+from cusparselt import Problem, Search
 from results import Limits, Results, Row
 from torch import Tensor
 
@@ -57,6 +57,8 @@ DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 # rounded a few times on its way passes, one that misses a scale or a tile does not.
 TOLERANCE_EPS = 4
 GIVEN_UP = "given up, see before"
+NOT_KNOWN = (GIVEN_UP, f"ValueError: {peers.NOT_SEARCHED}")  # reasons that leave open what a product takes
+SEARCH_SHARE = 0.6  # of the time that is left, for cuSPARSELt's search at most
 GIVE_UP = 6  # failures of an implementation, three for a weight that it cannot take, that has not worked yet
 CHECKED_ROWS = 128  # the first ones; of the others, one in each 64
 
@@ -348,7 +350,7 @@ def missing_products(
         }
         for e in notes:
             of = (e["N"], e["K"], e["dtype"], e.get("bits"), e.get("group_size"))
-            if of == (n, k, dtype, job.bits, job.group_size) and e.get("reason") != GIVEN_UP:
+            if of == (n, k, dtype, job.bits, job.group_size) and e.get("reason") not in NOT_KNOWN:
                 known |= {(e["impl"], e["sparsity"], m) for m in (job.tokens if e.get("M") is None else [e["M"]])}
         tokens = [m for m in job.tokens if any((*w, m) not in known for w in wanted)]
         if tokens:
@@ -444,9 +446,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"{args.json}: {e}", file=sys.stderr)
         return 2
     todo = missing_products(job, old if args.resume else None, found.peers)
-    search = start_search(found, job, todo) if cuda else None
+    known = known_algorithms(old) if args.resume else {}
+    search = start_search(found, job, todo, known) if cuda else None
     if search is not None:
-        use_algorithms(found, search, job, todo, deadline, meta)
+        use_algorithms(found, search, job, todo, known, deadline, meta)
     sensors = timing.Sensors(gpu_id()) if cuda else None
     try:
         with timer.active():
@@ -483,11 +486,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 1 if any(e["impl"].startswith("sparse_marlin") for e in bench.notes.wrong) else 0
 
 
-def start_search(found: peers.Found, job: Job, todo: dict[tuple[int, int, str], list[int]]) -> Search | None:
+def known_algorithms(old: Results | None) -> dict[Problem, int | None]:
+    """cuSPARSELt's best algorithms that an earlier run has found."""
+    found = [] if old is None else old.meta.get("cusparselt", {}).get("best", [])
+    return {(n, k, dtype, m): algorithm for n, k, dtype, m, algorithm in found}
+
+
+def start_search(
+    found: peers.Found, job: Job, todo: dict[tuple[int, int, str], list[int]], known: dict[Problem, int | None]
+) -> Search | None:
     """cuSPARSELt's algorithms, if anybody asks for the best of them."""
     if not any(p.name == "cusparselt:best" for p in found.peers) or "2:4" not in job.sparsities:
         return None
-    return Search([(*problem, m) for problem, tokens in todo.items() for m in tokens])
+    problems = [(*problem, m) for problem, tokens in todo.items() for m in tokens]
+    return Search([p for p in problems if p not in known])
 
 
 def use_algorithms(
@@ -495,20 +507,23 @@ def use_algorithms(
     search: Search,
     job: Job,
     todo: dict[tuple[int, int, str], list[int]],
+    known: dict[Problem, int | None],
     deadline: float | None,
     meta: dict[str, Any],
 ) -> None:
     """Waits for the search; meanwhile whatever compiles its kernels when first called may do so."""
+    now = time.monotonic()
+    end = math.inf if deadline is None else now + SEARCH_SHARE * (deadline - now)
 
     def expired() -> bool:
-        return deadline is not None and time.monotonic() >= deadline
+        return time.monotonic() >= end
 
     for n, k, dtype in todo if "none" in job.sparsities else ():
         for peer in found.peers:
             if isinstance(peer, peers.Humming) and not expired():
                 warm_up(peer, n, k, dtype, job)
     outcome = search.finish(expired)
-    best = outcome.best()
+    best = known | outcome.best()
     for peer in found.peers:
         if isinstance(peer, peers.Cusparselt) and peer.algorithms is not None:
             peer.algorithms = best
@@ -517,7 +532,11 @@ def use_algorithms(
         "crashed": [[*problem, algorithm] for problem, algorithm in outcome.crashed],
     }
     tried = sum(map(len, outcome.times.values()))
-    print(f"cuSPARSELt: {tried} algorithms timed for {len(best)} products, {len(outcome.crashed)} crashed", flush=True)
+    print(
+        f"cuSPARSELt: {tried} algorithms timed, {len(outcome.crashed)} crashed; the best one is known of {len(best)} "
+        "products",
+        flush=True,
+    )
     if outcome.error:
         print(f"cuSPARSELt: the search was given up: {outcome.error}", flush=True)
 

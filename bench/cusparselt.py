@@ -50,9 +50,9 @@ class Outcome:
     finished: set[Problem] = field(default_factory=set)
     error: str | None = None  # why the search was given up
 
-    def best(self) -> dict[Problem, int]:
-        """The fastest algorithm of each problem that has one."""
-        return {p: min(found, key=lambda a: found[a]) for p, found in self.times.items() if found}
+    def best(self) -> dict[Problem, int | None]:
+        """The fastest algorithm of each problem that all have been tried for; None where none of them works."""
+        return {p: min(t, key=lambda a: t[a]) if (t := self.times.get(p)) else None for p in self.finished}
 
 
 class Search:

@@ -237,16 +237,20 @@ class Torchao(TorchInt4):
         return Prepared(clones(make, *self.tensors(packed)), 4 + 32 / group)
 
 
+NOT_SEARCHED = "not all of its algorithms have been tried for this M"
+
+
 class Cusparselt(Peer):
     """NVIDIA's 2:4 library: 16-bit values, by its default algorithm, or the best one for each M.
 
     Attributes:
-        algorithms: by N, K, dtype and M; :mod:`cusparselt` finds them. None: the default.
+        algorithms: by N, K, dtype and M; :mod:`cusparselt` finds them, None where none of them works. Instead of the
+            mapping None: the default.
     """
 
     BITS_PER_WEIGHT = 16 / 2 + 1  # half of the values, two bits of position for each
 
-    def __init__(self, algorithms: Mapping[tuple[int, int, str, int], int] | None = None) -> None:
+    def __init__(self, algorithms: Mapping[tuple[int, int, str, int], int | None] | None = None) -> None:
         super().__init__("cusparselt" if algorithms is None else "cusparselt:best", ("2:4",), bits=16)
         self.algorithms = algorithms
 
@@ -276,9 +280,12 @@ class Cusparselt(Peer):
 
         def make(w: Tensor) -> Function:
             def call(x: Tensor) -> Tensor:
-                algorithm = 0 if self.algorithms is None else self.algorithms.get((n, k, name, x.shape[0]))
+                problem = n, k, name, x.shape[0]
+                if self.algorithms is not None and problem not in self.algorithms:
+                    raise ValueError(NOT_SEARCHED)
+                algorithm = 0 if self.algorithms is None else self.algorithms[problem]
                 if algorithm is None:
-                    raise ValueError("the search found no algorithm for this M")
+                    raise ValueError("none of its algorithms works for this M")
                 return libcusparselt.cusparselt_linear(x, w, n, algorithm)
 
             return call

@@ -497,19 +497,24 @@ def test_wrong_result_of_ours_is_a_failure(monkeypatch: pytest.MonkeyPatch, caps
 def test_search_is_used(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     found = peers.Found([base(), ours(), peers.Cusparselt(), peers.Cusparselt({})])
     todo = compare.missing_products(JOB, None, found.peers)
-    assert compare.start_search(found, replace(JOB, sparsities=("none",)), todo) is None
-    assert compare.start_search(peers.Found([base(), peers.Cusparselt()]), JOB, todo) is None
+    assert compare.start_search(found, replace(JOB, sparsities=("none",)), todo, {}) is None
+    assert compare.start_search(peers.Found([base(), peers.Cusparselt()]), JOB, todo, {}) is None
 
     search = Search.__new__(Search)
-    known = Outcome(times={(64, 128, "float16", 1): {0: 5.0, 2: 3.0}}, crashed=[((64, 128, "float16", 1), 1)])
-    monkeypatch.setattr(Search, "finish", lambda self, expired: known)
+    p = (64, 128, "float16", 1)
+    outcome = Outcome(times={p: {0: 5.0, 2: 3.0}, (*p[:3], 2): {0: 1.0}}, crashed=[(p, 1)], finished={p, (*p[:3], 3)})
+    monkeypatch.setattr(Search, "finish", lambda self, expired: outcome)
     meta: dict[str, Any] = {}
-    compare.use_algorithms(found, search, JOB, todo, None, meta)
+    earlier = {(*p[:3], 4): 9}
+    compare.use_algorithms(found, search, JOB, todo, earlier, None, meta)
     best = found.peers[3]
-    assert isinstance(best, peers.Cusparselt) and best.algorithms == {(64, 128, "float16", 1): 2}
+    # Not of M = 2, for which the search did not try all.
+    assert isinstance(best, peers.Cusparselt) and best.algorithms == {p: 2, (*p[:3], 3): None, **earlier}
+    old = Results({**meta, "commit": "abc"}, [])
+    assert compare.known_algorithms(old) == best.algorithms and compare.known_algorithms(None) == {}
     assert isinstance(found.peers[2], peers.Cusparselt) and found.peers[2].algorithms is None
     assert meta["cusparselt"]["crashed"] == [[64, 128, "float16", 1, 1]]
-    assert "2 algorithms timed for 1 products, 1 crashed" in capsys.readouterr().out
+    assert "3 algorithms timed, 1 crashed; the best one is known of 3 products" in capsys.readouterr().out
 
 
 def test_program_on_a_gpu(
@@ -527,7 +532,8 @@ def test_program_on_a_gpu(
 
         def finish(self, expired: Callable[[], bool], max_crashes: int = 20) -> Outcome:
             assert not expired()
-            return Outcome(times={(64, 128, "float16", 1): {0: 5.0, 2: 3.0}}, error="20 algorithms crashed")
+            p = (64, 128, "float16", 1)
+            return Outcome(times={p: {0: 5.0, 2: 3.0}}, finished={p}, error="20 algorithms crashed")
 
     class Sensors:
         def __init__(self, gpu: str | None) -> None:
@@ -594,4 +600,11 @@ def test_program_on_a_gpu(
     assert meta["cusparselt"]["best"] == [[64, 128, "float16", 1, 2]]
     assert "NVIDIA H200" in out and "the search was given up: 20 algorithms crashed" in out
     assert "SM clock 1000 to 1980 MHz (median 1500), power up to 700 W" in out
-    assert "not timed: cusparselt:best 2:4: ValueError: the search found no algorithm for this M (M = 16)" in out
+    assert (
+        "not timed: cusparselt:best 2:4: ValueError: not all of its algorithms have been tried for this M (M = 16)"
+        in out
+    )
+    # What was not searched is tried again, and nothing else.
+    old, job = results.read(path), replace(JOB, shapes=((64, 128),), tokens=(1, 16))
+    again = compare.missing_products(job, old, [base(), peers.Cusparselt({})])
+    assert again == {(64, 128, "float16"): [16]}

@@ -98,13 +98,16 @@ def test_cusparselt_algorithms(monkeypatch: pytest.MonkeyPatch) -> None:
         peers.libcusparselt, "cusparselt_linear", lambda x, w, n, algorithm: used.append((n, algorithm))
     )
     packed = peers.random_weight(16, 128, Scheme(4, 32, "2:4"), CPU)
-    best = peers.Cusparselt({(16, 128, "float16", 8): 7}).prepare(packed, torch.float16).copy()
+    known = {(16, 128, "float16", 8): 7, (16, 128, "float16", 32): None}
+    best = peers.Cusparselt(known).prepare(packed, torch.float16).copy()
     default = peers.Cusparselt().prepare(packed, torch.float16).copy()
     for function in (best, default):
         function(torch.zeros(8, 128))
     assert used == [(16, 7), (16, 0)]
-    with pytest.raises(ValueError, match="found no algorithm"):
+    with pytest.raises(ValueError, match=peers.NOT_SEARCHED):
         best(torch.zeros(16, 128))
+    with pytest.raises(ValueError, match="none of its algorithms works"):
+        best(torch.zeros(32, 128))
 
 
 def test_cusparselt_says_why_not(monkeypatch: pytest.MonkeyPatch) -> None:
