@@ -1,6 +1,6 @@
 """Prefill and decoding of a whole model of real size, with random weights: python bench/model.py --model llama3-8b
 
-python bench/model.py --model llama3-8b --json bench/results/h200/model-llama3-8b.json
+python bench/model.py --model llama3-8b --json bench/results/h200/model-llama3-8b.json --resume --time-limit 300
 python bench/model.py --model tiny                a few seconds on a CPU, to see that it works
 
 What is multiplied does not change how long it takes, so nothing is downloaded and nothing is calibrated: weights are
@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import gc
 import inspect
+import json
 import platform
 import statistics
 import sys
@@ -252,7 +253,19 @@ def run(args: argparse.Namespace) -> None:
         "failed": [],
     }
     rows: list[Measurement] = []
+    if args.resume and args.json.exists():
+        rows = earlier_rows(args.json, meta)
+    known = {(r.model, r.dtype, r.weights, r.mode, r.batch, r.prompt) for r in rows}
     for kind in args.weights:
+        todo = [
+            (mode, batch, prompt)
+            for mode in args.modes
+            for batch in args.batch
+            for prompt in args.prompt
+            if (args.model, args.dtype, kind, mode, batch, prompt) not in known
+        ]
+        if not todo:
+            continue
         scheme = (
             None
             if kind == "16-bit"
@@ -265,54 +278,69 @@ def run(args: argparse.Namespace) -> None:
         meta["weights_gb"][kind] = digits(weight_bytes(model) / 2**30)
         seconds = time.perf_counter() - began
         print(f"{args.model} {kind}: {meta['weights_gb'][kind]:.2f} GB of weights, made in {seconds:.1f} s", flush=True)
-        for mode in args.modes:
-            for batch in args.batch:
-                for prompt in args.prompt:
-                    if deadline is not None and time.monotonic() >= deadline:
-                        print(f"stopped at the time limit\n{summary(rows)}")
-                        return
-                    if cuda:
-                        torch.cuda.reset_peak_memory_stats(device)
-                    try:
-                        with torch.no_grad():
-                            prefill, step = measure(Decoder(model, batch, prompt, args.steps, mode), synchronize)
-                    except Exception as e:  # out of memory, most of all: the smaller ones are still of interest
-                        reason = f"{type(e).__name__}: {peers.first_line(e)}"
-                        del e
-                        meta["failed"].append(
-                            {"weights": kind, "mode": mode, "batch": batch, "prompt": prompt, "reason": reason}
-                        )
-                        print(f"  {mode} batch {batch} prompt {prompt}: {reason}", flush=True)
-                        release(cuda)
-                        continue
-                    peak = torch.cuda.max_memory_allocated(device) / 2**30 if cuda else 0.0
-                    row = Measurement(
-                        args.model,
-                        args.dtype,
-                        kind,
-                        mode,
-                        batch,
-                        prompt,
-                        digits(prefill),
-                        digits(1e3 * batch * prompt / prefill),
-                        digits(step),
-                        digits(1e3 * batch / step),
-                        digits(peak),
-                    )
-                    rows.append(row)
-                    print(
-                        f"  {mode:8} batch {batch:3} prompt {prompt:5}: prefill {row.prefill_ms:9.2f} ms, step "
-                        f"{row.decode_ms:8.3f} ms, {row.decode_tokens_per_s:9.1f} tokens/s, peak {peak:6.2f} GB",
-                        flush=True,
-                    )
-                    release(cuda)
-                    if args.json:
-                        results.write_json(args.json, meta, [asdict(r) for r in rows])
+        for mode, batch, prompt in todo:
+            if deadline is not None and time.monotonic() >= deadline:
+                print(f"stopped at the time limit\n{summary(rows)}")
+                return
+            if cuda:
+                torch.cuda.reset_peak_memory_stats(device)
+            try:
+                with torch.no_grad():
+                    prefill, step = measure(Decoder(model, batch, prompt, args.steps, mode), synchronize)
+            except Exception as e:  # out of memory, most of all: the smaller ones are still of interest
+                reason = f"{type(e).__name__}: {peers.first_line(e)}"
+                del e
+                meta["failed"].append(
+                    {"weights": kind, "mode": mode, "batch": batch, "prompt": prompt, "reason": reason}
+                )
+                print(f"  {mode} batch {batch} prompt {prompt}: {reason}", flush=True)
+                release(cuda)
+                continue
+            peak = torch.cuda.max_memory_allocated(device) / 2**30 if cuda else 0.0
+            row = Measurement(
+                args.model,
+                args.dtype,
+                kind,
+                mode,
+                batch,
+                prompt,
+                digits(prefill),
+                digits(1e3 * batch * prompt / prefill),
+                digits(step),
+                digits(1e3 * batch / step),
+                digits(peak),
+            )
+            rows.append(row)
+            print(
+                f"  {mode:8} batch {batch:3} prompt {prompt:5}: prefill {row.prefill_ms:9.2f} ms, step "
+                f"{row.decode_ms:8.3f} ms, {row.decode_tokens_per_s:9.1f} tokens/s, peak {peak:6.2f} GB",
+                flush=True,
+            )
+            release(cuda)
+            if args.json:
+                results.write_json(args.json, meta, [asdict(r) for r in rows])
         del model
         release(cuda)
         if args.json:
             results.write_json(args.json, meta, [asdict(r) for r in rows])
     print(summary(rows))
+
+
+def earlier_rows(path: Path, meta: dict[str, Any]) -> list[Measurement]:
+    """The rows of a file, whose weights' sizes are added to ``meta``; what failed then is tried again.
+
+    Raises:
+        results.ResultError: if the file is of another commit or GPU, or was measured with other options.
+    """
+    found = json.loads(path.read_text(encoding="utf-8"))
+    for name in ("commit", "gpu", "bits", "group_size", "steps"):
+        if found["meta"].get(name) != meta[name]:
+            raise results.ResultError(
+                f"{path} holds results of {name} {found['meta'].get(name)!r}, this run is {meta[name]!r}: "
+                "write them to a file of their own"
+            )
+    meta["weights_gb"] |= found["meta"]["weights_gb"]
+    return [Measurement(**row) for row in found["rows"]]
 
 
 def release(cuda: bool) -> None:
@@ -357,6 +385,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--dtype", default="float16", choices=DTYPES)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument("--resume", action="store_true", help="leave out what FILE has, and add the rest to it")
     parser.add_argument("--time-limit", type=float, metavar="SECONDS")
     args = parser.parse_args(arguments)
     args.argv = sys.argv[1:] if arguments is None else list(arguments)
@@ -371,7 +400,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error("--modes graph needs a GPU: CUDA graphs exist on nothing else")
     if args.model != "tiny" and not args.device.startswith("cuda"):
         parser.error(f"{args.model} needs a GPU; --model tiny runs on a CPU")
-    run(args)
+    if args.resume and args.json is None:
+        parser.error("--resume needs --json FILE: the file that holds what was measured")
+    try:
+        run(args)
+    except results.ResultError as e:
+        parser.error(str(e))
     return 0
 
 

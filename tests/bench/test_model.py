@@ -122,6 +122,23 @@ def test_program(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "step ms 2:4" in out and "x)" in out
 
 
+def test_a_resumed_run_measures_what_is_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "m.json"
+    arguments = ["--model", "tiny", "--prompt", "8", "--modes", "eager", "--steps", "1", "--device", "cpu"]
+    arguments += ["--json", str(path), "--resume"]
+    assert model.main([*arguments, "--batch", "1", "--weights", "dense"]) == 0
+    first = json.loads(path.read_text())["rows"]
+    assert model.main([*arguments, "--batch", "1", "2", "--weights", "dense", "2:4"]) == 0
+    data = json.loads(path.read_text())
+    assert data["rows"][:1] == first  # kept to the last digit
+    assert [(r["weights"], r["batch"]) for r in data["rows"][1:]] == [("dense", 2), ("2:4", 1), ("2:4", 2)]
+    assert set(data["meta"]["weights_gb"]) == {"dense", "2:4"}
+    path.write_text(json.dumps({**data, "meta": {**data["meta"], "group_size": 32}}))
+    with pytest.raises(SystemExit, match="2"):
+        model.main([*arguments, "--batch", "1"])
+    assert "results of group_size 32, this run is 128" in capsys.readouterr().err
+
+
 def test_failures_do_not_end_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     original = model.measure
 
@@ -147,6 +164,7 @@ def test_failures_do_not_end_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
         (["--model", "tiny", "--batch", "0"], "--batch must be 1 or more, got 0"),
         (["--model", "tiny", "--steps", "0"], "--steps must be 1 or more"),
         (["--model", "tiny", "--modes", "graph"], "graph needs a GPU"),
+        (["--model", "tiny", "--resume"], "--resume needs --json FILE"),
     ],
 )
 def test_mistakes(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
