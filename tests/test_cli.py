@@ -132,6 +132,7 @@ def test_a_refit_of_what_is_not_calibrated_is_refused_before_the_model_is_read(
     [
         (["--damping", "-1"], "damping"),
         (["--adapter-rank", "1.5"], "adapter_rank"),
+        (["--permute", "--sparsity", "none"], "permute=True"),
         (["--sparsity", "auto", "--target-bits", "4", "--adapter-rank", "8"], "--sparsity auto"),
     ],
     ids=str,
