@@ -49,7 +49,6 @@ METHODS: dict[str, dict[str, Any] | None] = {
         for m in ("magnitude", "wanda", "sparsegpt", "magnitude+rtn", "wanda+rtn", "one-loop", "two-pass", "one-shot")
     },
     "one-shot+refit": {"method": "one-shot", "refit": True},
-    "one-shot-dense+permutation": {"sparsity": None, "permute": True},
     "one-shot+permutation": {"permute": True},
     "one-shot+permutation+refit": {"permute": True, "refit": True},
     "one-shot+adapters": {"adapter_rank": 0.1},

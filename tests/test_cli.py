@@ -109,6 +109,17 @@ def test_compress_with_and_without_a_refit(
     assert {layer["method"] for layer in layers if layer["status"] == "compressed"} == {method}
 
 
+def test_compress_with_a_permutation(model: str, text: str, tmp_path: Path) -> None:
+    options = ["--calibration", text, "--samples", "4", "--sequence-length", "32", "--group-size", "32"]
+    for switch in ([], ["--permute"]):
+        report = tmp_path / f"report{len(switch)}.json"
+        out = str(tmp_path / f"out{len(switch)}")
+        assert main(["compress", model, out, *options, *switch, "--report", str(report)]) == 0
+        layers = json.loads(report.read_text())["layers"]
+        permuted = {layer["name"].rpartition(".")[2] for layer in layers if layer["permuted"]}
+        assert permuted == ({"o_proj", "down_proj"} if switch else set())
+
+
 def test_a_refit_of_what_is_not_calibrated_is_refused_before_the_model_is_read(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -121,6 +132,7 @@ def test_a_refit_of_what_is_not_calibrated_is_refused_before_the_model_is_read(
     [
         (["--damping", "-1"], "damping"),
         (["--adapter-rank", "1.5"], "adapter_rank"),
+        (["--permute", "--sparsity", "none"], "permute=True"),
         (["--sparsity", "auto", "--target-bits", "4", "--adapter-rank", "8"], "--sparsity auto"),
     ],
     ids=str,

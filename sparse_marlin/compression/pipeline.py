@@ -115,8 +115,8 @@ def patch_model(
             its integers and scales, not the masks (see :mod:`~sparse_marlin.compression.refit`). It takes a few hundred
             passes through every block. None: where that is computed on a GPU, after every method that is calibrated.
         permute: whether the channels within each MLP, and within each head of attention, are first put into an order
-            that suits masks and scales better, see :mod:`~sparse_marlin.compression.permutation`. It costs nothing at
-            run time. Layers that are not compressed may be permuted with the others; what they compute stays the same.
+            in which 2:4 masks keep more, see :mod:`~sparse_marlin.compression.permutation`. It costs nothing at run
+            time. Layers that are left out may get their rows in another order with it.
 
     Returns:
         A report of every layer.
@@ -130,7 +130,7 @@ def patch_model(
     check_damping(damping)
     check_adapter(adapter_rank, adapter_bits, method)
     check_refit(refit, method)
-    check_permute(permute)
+    check_permute(permute, sparsity)
     if not isinstance(model, nn.Module):
         raise TypeError(f"patch_model takes an nn.Module, got {type(model).__name__}")
     if refit is None:
