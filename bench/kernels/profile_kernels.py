@@ -126,7 +126,8 @@ def rows_of(text: str) -> list[dict[str, Any]]:
         row: dict[str, Any] = {"N": n, "K": k, "M": m, "sparsity": sparsity or "none", "kernel": kernels[number]}
         for column, name in COLUMNS.items():
             value, unit = metrics[name]
-            row[column] = int(value) if value.isdigit() else round(float(value) * SCALES.get(unit, 1.0), 2)
+            scaled = float(value) * SCALES.get(unit, 1.0)
+            row[column] = int(scaled) if scaled.is_integer() else round(scaled, 2)
         elapsed = float(metrics["GPU Speed Of Light Throughput", "Elapsed Cycles"][0])
         row["active_cycles_pct"] = round(100 * row["active_cycles_pct"] / elapsed, 2)
         stalls = {
