@@ -8,7 +8,7 @@
 
 Setting: 24 windows of 512 tokens drawn from the first half for calibration, the first 24 windows of the second half for
 evaluation, float32, symmetric INT4, group 64, damping 1 %, blocks in sequence; "+refit" also trains them. auto-3.75 is
-calibrated on the same windows, and measures its losses on 8 more.
+calibrated on the same windows, and measures its losses on a third as many more.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ class Setting:
         """
         subject = copy.deepcopy(self.model)
         if self.args.device != "cpu":
-            torch.cuda.reset_peak_memory_stats()
+            torch.cuda.reset_peak_memory_stats(self.args.device)
         began = time.perf_counter()
         bits: float = 32
         if how is not None:
@@ -293,13 +293,13 @@ def _cells(row: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _device(device: str) -> str:
-    return f"{platform.machine()} CPU" if device == "cpu" else torch.cuda.get_device_name()
+    return f"{platform.machine()} CPU" if device == "cpu" else torch.cuda.get_device_name(device)
 
 
 def peak_gb(device: str) -> float:
     """The most memory that was held: of the GPU, or of the process where the device is the CPU; GB = 2**30 bytes."""
     if device != "cpu":
-        return torch.cuda.max_memory_allocated() / 2**30
+        return torch.cuda.max_memory_allocated(device) / 2**30
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
 
 

@@ -447,7 +447,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     todo = missing_products(job, old if args.resume else None, found.peers)
     known = known_algorithms(old) if args.resume else {}
-    search = start_search(found, job, todo, known) if cuda else None
+    search = start_search(found, job, todo, known, crashed_before(old)) if cuda else None
     if search is not None:
         use_algorithms(found, search, job, todo, known, deadline, meta)
     sensors = timing.Sensors(gpu_id()) if cuda else None
@@ -492,14 +492,24 @@ def known_algorithms(old: Results | None) -> dict[Problem, int | None]:
     return {(n, k, dtype, m): algorithm for n, k, dtype, m, algorithm in found}
 
 
+def crashed_before(old: Results | None) -> set[tuple[str, int]]:
+    """dtypes and algorithms of cuSPARSELt that crashed in an earlier run."""
+    found = [] if old is None else old.meta.get("cusparselt", {}).get("crashed", [])
+    return {(dtype, algorithm) for _, _, dtype, _, algorithm in found}
+
+
 def start_search(
-    found: peers.Found, job: Job, todo: dict[tuple[int, int, str], list[int]], known: dict[Problem, int | None]
+    found: peers.Found,
+    job: Job,
+    todo: dict[tuple[int, int, str], list[int]],
+    known: dict[Problem, int | None],
+    crashed: set[tuple[str, int]],
 ) -> Search | None:
     """cuSPARSELt's algorithms, if anybody asks for the best of them."""
     if not any(p.name == "cusparselt:best" for p in found.peers) or "2:4" not in job.sparsities:
         return None
     problems = [(*problem, m) for problem, tokens in todo.items() for m in tokens]
-    return Search([p for p in problems if p not in known])
+    return Search([p for p in problems if p not in known], crashed=sorted(crashed))
 
 
 def use_algorithms(

@@ -6,7 +6,8 @@
 
 The model has the embeddings and the head of the real one, but only as many blocks as asked for: a block takes the same
 time wherever it is, except for the last one, after which nothing is calibrated. What the whole model takes is
-extrapolated from that. A very small model is compressed first, so that no block pays for what is loaded on first use.
+extrapolated from that. A very small model is compressed first, since much is loaded on first use; what then still makes
+the first block slower is no part of the extrapolation from three blocks on.
 2:4, INT4, bfloat16 on the device.
 """
 
@@ -51,8 +52,8 @@ class Measurement:
         blocks: how many were compressed, of the ``layers`` of the real model.
         tokens: to calibrate on, in windows of WINDOW.
         block_s: seconds of each block.
-        whole_s: extrapolated to all layers: what was measured, and the mean of all blocks but the last for each that
-            is missing.
+        whole_s: extrapolated to all layers: what was measured, and the mean of all blocks but the first and the last
+            (of two, the first) for each that is missing.
         weights_gb: of the model before it is compressed.
         peak_gb: at most, weights included.
         whole_peak_gb: extrapolated: the same with the weights of the missing blocks.
@@ -127,7 +128,7 @@ def measure(
         )
     block_s = clock.seconds()
     total = time.perf_counter() - began
-    peak = peak_gb(device.type)
+    peak = peak_gb(str(device))
     row = Measurement(
         name,
         method,
@@ -136,7 +137,7 @@ def measure(
         calibration.numel(),
         [digits(s) for s in block_s],
         digits(total),
-        digits(total + (layers - blocks) * statistics.mean(block_s[:-1])),
+        digits(total + (layers - blocks) * statistics.mean(block_s[1:-1] or block_s[:1])),
         digits(weights / 2**30),
         digits(peak),
         digits(peak + (layers - blocks) * block_bytes / 2**30),

@@ -19,7 +19,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -60,6 +60,7 @@ class Search:
 
     Args:
         children: at most; by default one for each two CPUs, and no more than :data:`MAX_CHILDREN`.
+        crashed: dtypes and algorithms that have crashed before, and are not tried.
     """
 
     def __init__(
@@ -68,6 +69,7 @@ class Search:
         command: Sequence[str] | None = None,
         patience_s: float = 60.0,
         children: int | None = None,
+        crashed: Iterable[tuple[str, int]] = (),
     ) -> None:
         if command is None:
             command = [sys.executable, str(Path(__file__).resolve())]
@@ -76,6 +78,8 @@ class Search:
         self._outcome = Outcome()
         # Children lock it, and find in it what has crashed so far.
         self._turn = tempfile.NamedTemporaryFile("w", encoding="utf-8")  # noqa: SIM115
+        self._turn.writelines(f"{dtype} {algorithm}\n" for dtype, algorithm in crashed)
+        self._turn.flush()
         shares = [list(problems[i::children]) for i in range(min(children, len(problems)))]
         self._children = [
             _Child(s, command, self._turn, i / len(shares), patience_s, self._outcome) for i, s in enumerate(shares)

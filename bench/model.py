@@ -246,6 +246,8 @@ def run(args: argparse.Namespace) -> None:
             "transformers": transformers.__version__,
             "sparse_marlin": sparse_marlin.__version__,
         },
+        "model": args.model,
+        "dtype": args.dtype,
         "bits": args.bits,
         "group_size": args.group_size,
         "steps": args.steps,
@@ -255,14 +257,19 @@ def run(args: argparse.Namespace) -> None:
     rows: list[Measurement] = []
     if args.resume and args.json.exists():
         rows = earlier_rows(args.json, meta)
-    known = {(r.model, r.dtype, r.weights, r.mode, r.batch, r.prompt) for r in rows}
+    known = {(r.weights, r.mode, r.batch, r.prompt) for r in rows}
+
+    def save() -> None:
+        if args.json:
+            results.write_json(args.json, meta, [asdict(r) for r in rows])
+
     for kind in args.weights:
         todo = [
             (mode, batch, prompt)
             for mode in args.modes
             for batch in args.batch
             for prompt in args.prompt
-            if (args.model, args.dtype, kind, mode, batch, prompt) not in known
+            if (kind, mode, batch, prompt) not in known
         ]
         if not todo:
             continue
@@ -281,6 +288,7 @@ def run(args: argparse.Namespace) -> None:
         for mode, batch, prompt in todo:
             if deadline is not None and time.monotonic() >= deadline:
                 print(f"stopped at the time limit\n{summary(rows)}")
+                save()
                 return
             if cuda:
                 torch.cuda.reset_peak_memory_stats(device)
@@ -317,12 +325,10 @@ def run(args: argparse.Namespace) -> None:
                 flush=True,
             )
             release(cuda)
-            if args.json:
-                results.write_json(args.json, meta, [asdict(r) for r in rows])
+            save()
         del model
         release(cuda)
-        if args.json:
-            results.write_json(args.json, meta, [asdict(r) for r in rows])
+        save()
     print(summary(rows))
 
 
@@ -330,17 +336,21 @@ def earlier_rows(path: Path, meta: dict[str, Any]) -> list[Measurement]:
     """The rows of a file, whose weights' sizes are added to ``meta``; what failed then is tried again.
 
     Raises:
-        results.ResultError: if the file is of another commit or GPU, or was measured with other options.
+        results.ResultError: if it cannot be read, is of another commit or GPU, or was measured with other options.
     """
-    found = json.loads(path.read_text(encoding="utf-8"))
-    for name in ("commit", "gpu", "bits", "group_size", "steps"):
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        rows = [Measurement(**row) for row in found["rows"]]
+    except (OSError, ValueError, TypeError, KeyError) as e:
+        raise results.ResultError(f"{path} holds no results of this program: {type(e).__name__}: {e}") from e
+    for name in ("commit", "gpu", "model", "dtype", "bits", "group_size", "steps"):
         if found["meta"].get(name) != meta[name]:
             raise results.ResultError(
                 f"{path} holds results of {name} {found['meta'].get(name)!r}, this run is {meta[name]!r}: "
                 "write them to a file of their own"
             )
     meta["weights_gb"] |= found["meta"]["weights_gb"]
-    return [Measurement(**row) for row in found["rows"]]
+    return rows
 
 
 def release(cuda: bool) -> None:

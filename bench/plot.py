@@ -6,8 +6,8 @@ layers-DTYPE     the same for a few M as bars, weight by weight
 bytes-DTYPE      time against bytes moved at the smallest M, with the line of the measured bandwidth
 
 Each is written as PNG and SVG. --readme puts the first one and a table into README.md. Others may have been measured in
-runs of their own, in which cuBLAS and ours stood beside them: --peers draws what they reached there among the rest, and
---readme makes a table of each of those runs, so that no time is compared with one of another run.
+runs of their own, in which cuBLAS and ours stood beside them: --peers draws the speedups that they reached there among
+the rest, and --readme makes a table of each of those runs. No time is compared with one of another run.
 """
 
 from __future__ import annotations
@@ -76,11 +76,11 @@ def conditions(meta: dict[str, Any], rows: Sequence[Row]) -> str:
     )
 
 
-def draw(found: Results, folder: Path) -> list[Path]:
-    """Draws everything there is rows for.
+def draw(found: Results, folder: Path, others: Sequence[Results] = ()) -> list[Path]:
+    """Draws everything there is rows for; of ``others`` the speedups alone, which are relative to their own runs.
 
     Raises:
-        ValueError: if there is nothing of ours among the rows.
+        ValueError: if there is nothing of ours among the rows, or if others are of another GPU.
     """
     import matplotlib
 
@@ -88,6 +88,7 @@ def draw(found: Results, folder: Path) -> list[Path]:
     matplotlib.rcParams.update({"font.size": 9, "font.sans-serif": ["DejaVu Sans", "Arial"]})
     if not any(r.impl.startswith(OURS) for r in found.rows):
         raise ValueError("there are no rows of sparse_marlin to draw")
+    everything = with_peers(found, others)
     folder.mkdir(parents=True, exist_ok=True)
     written: list[Path] = []
     for dtype in sorted({r.dtype for r in found.rows}):
@@ -95,7 +96,8 @@ def draw(found: Results, folder: Path) -> list[Path]:
         if not any(r.impl.startswith(OURS) for r in rows):
             continue
         for name, draw_one in (("speedup", _speedup), ("layers", _layers), ("bytes", _bytes)):
-            figure = draw_one(rows, found.meta)
+            beside = [r for r in everything.rows if r.dtype == dtype]
+            figure = draw_one(rows if draw_one is _bytes else beside, found.meta)
             written += [
                 _save_png(figure, folder / f"{name}-{dtype}.png"),
                 _save_svg(figure, folder / f"{name}-{dtype}.svg"),
@@ -264,7 +266,14 @@ def combine(found: Sequence[Results]) -> Results:
 
 
 def with_peers(found: Results, others: Sequence[Results]) -> Results:
-    """With the rows that others have in runs of their own."""
+    """With the rows that others have in runs of their own.
+
+    Raises:
+        ValueError: for a run on another GPU.
+    """
+    for o in others:
+        if o.meta.get("gpu") != found.meta.get("gpu"):
+            raise ValueError(f"a run beside others is of {o.meta.get('gpu')}, the results of {found.meta.get('gpu')}")
     foreign = [r for o in others for r in o.rows if r.impl != BASE and not r.impl.startswith(OURS)]
     return Results(found.meta, [*found.rows, *foreign])
 
@@ -282,11 +291,19 @@ def update_readme(found: Results, others: Sequence[Results], dtype: str, image: 
         f"Reads of {found.meta.get('bandwidth_gbs', 0):.0f} GB/s measured in the same run."
     )
     readme.replace("comparison", columns, lines, caption)
-    readme.replace_text("peers", "\n\n".join(map(peers_text, others)))
+    if others:
+        readme.replace_text("peers", "\n\n".join(map(peers_text, others)))
 
 
 def peers_text(found: Results) -> str:
-    """A table of one run beside others, over the weights for which it has all of them at every M."""
+    """A table of one run beside others, over the weights for which it has all of them at every M.
+
+    Raises:
+        ValueError: if there is no such weight, or if there are several dtypes, bits or sizes of groups.
+    """
+    kinds = {(r.dtype, r.bits, r.group_size) for r in found.rows if r.impl.startswith(OURS)}
+    if len(kinds) != 1:
+        raise ValueError(f"a run beside others needs one dtype and one scheme, this one has {sorted(kinds)}")
     all_series = series_of(found.rows)
     had = {(r.impl, r.sparsity, r.N, r.K, r.M) for r in found.rows}
     tokens = {r.M for r in found.rows}
@@ -298,7 +315,8 @@ def peers_text(found: Results) -> str:
     versions = found.meta.get("versions", {})
     named = ", ".join(f"{impl} {versions[impl]}" for impl, _ in all_series if impl in versions and impl != OURS)
     where = conditions(found.meta, found.rows)
-    return f"{readme.table(columns, lines)}\n\n{named}; geometric mean over {weights}. {where}."
+    mean = "geometric mean over " if len(shapes) > 1 else ""
+    return f"{readme.table(columns, lines)}\n\n{named}; {mean}{weights}. {where}."
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -316,7 +334,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if args.readme and args.dtype not in dtypes:
             raise ValueError(f"--dtype {args.dtype}: the files have rows of ours for {', '.join(sorted(dtypes))}")
         folder = args.out or args.files[0].parent
-        for path in draw(with_peers(found, others), folder):
+        for path in draw(found, folder, others):
             print(f"drew {path}")
         if args.readme:
             update_readme(found, others, args.dtype, folder / f"speedup-{args.dtype}.svg")

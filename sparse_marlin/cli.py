@@ -103,7 +103,7 @@ def _parser() -> argparse.ArgumentParser:
     p.add_argument(
         "--refit",
         action=argparse.BooleanOptionalAction,
-        help="train each block to put out what it does in the original model (default: if there is a GPU)",
+        help="train each block to put out what it does in the original model (default: with --device cuda)",
     )
     p.add_argument(
         "--permute",

@@ -101,7 +101,7 @@ def test_compress_to_a_target(model: str, text: str, tmp_path: Path, capsys: pyt
 def test_compress_with_and_without_a_refit(
     model: str, text: str, tmp_path: Path, switch: list[str], method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(refit, "SETTING", refit.Refit(steps=8, tokens=64, weight_rate=0.05))
+    monkeypatch.setattr(refit, "SETTING", refit.Refit(steps=24, tokens=64, weight_rate=0.03))
     options = ["--calibration", text, "--samples", "4", "--sequence-length", "32", "--group-size", "32", *switch]
     report = tmp_path / "report.json"
     assert main(["compress", model, str(tmp_path / "out"), *options, "--report", str(report)]) == 0

@@ -113,7 +113,8 @@ def patch_model(
         adapter_bits: 16 for adapters in the precision of the scales, 4 for INT4 ones.
         refit: whether each block is trained, once its layers are solved, to put out what it does in the original model:
             its integers and scales, not the masks (see :mod:`~sparse_marlin.compression.refit`). It takes a few hundred
-            passes through every block. None: where that is computed on a GPU, after every method that is calibrated.
+            passes through every block. None: where all blocks are computed on GPUs, after every method that is
+            calibrated, and unless attention computes in half precision alone (flash attention, for example).
         permute: whether the channels within each MLP, and within each head of attention, are first put into an order
             in which 2:4 masks keep more, see :mod:`~sparse_marlin.compression.permutation`. It costs nothing at run
             time. Layers that are left out may get their rows in another order with it.
@@ -133,8 +134,9 @@ def patch_model(
     check_permute(permute, sparsity)
     if not isinstance(model, nn.Module):
         raise TypeError(f"patch_model takes an nn.Module, got {type(model).__name__}")
+    prefix, blocks = decoder_blocks(model)
     if refit is None:
-        refit = refitting.by_default(model, method, device)
+        refit = refitting.by_default(model, blocks, method, device)
     elif refit:
         refitting.check_model(model)
     if sparsity == "auto":
@@ -173,7 +175,6 @@ def patch_model(
     method = default_method(scheme.sparsity, calibrated=True) if method == "auto" else method
     for s in {s.sparsity: s for s in schemes}:
         check_method(method, s, allow_prune_only=True)
-    prefix, blocks = decoder_blocks(model)
     names = patterns("skip", skip), patterns("only", only)
     mapping = sparsity if isinstance(sparsity, Mapping) else None
     targets, skipped = choose_targets(model, prefix, *names, scheme, dtype, adapter_rank, adapter_bits, mapping)

@@ -218,11 +218,10 @@ def check_model(model: nn.Module) -> None:
         raise ValueError(f"refit=True {reason}, or use refit=False")
 
 
-def by_default(model: nn.Module, method: str, device: torch.device | str | None) -> bool:
-    """Whether a model is refitted if nobody says so: on a GPU, wherever it can be."""
-    first = next(model.parameters(), None)
-    where = torch.device(device) if device is not None else torch.device("cpu") if first is None else first.device
-    return where.type == "cuda" and can_follow(method) and not _why_not(model)
+def by_default(model: nn.Module, blocks: nn.ModuleList, method: str, device: torch.device | str | None) -> bool:
+    """Whether a model is refitted if nobody says so: where all of its blocks are computed on GPUs, and it can be."""
+    where = {p.device.type for p in blocks.parameters()} if device is None else {torch.device(device).type}
+    return where == {"cuda"} and can_follow(method) and not _why_not(model)
 
 
 def _why_not(model: nn.Module) -> str | None:

@@ -150,7 +150,7 @@ def compress_weight(
     if method == "one-shot":
         order = solving_order(hessian, 4 if sparse else 1)
     back = order.argsort()  # all that follows is in the solver's order, except for what is indexed with this
-    factor = inverse_factor(hessian[order.unsqueeze(1), order], damping)
+    factor = inverse_factor(hessian, damping, order)
     importance = factor.upper.diagonal().square().reciprocal()
     pairs = Pairs(factor.upper) if sparse else None
     target, mask = w[:, order], None

@@ -497,8 +497,8 @@ def test_wrong_result_of_ours_is_a_failure(monkeypatch: pytest.MonkeyPatch, caps
 def test_search_is_used(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     found = peers.Found([base(), ours(), peers.Cusparselt(), peers.Cusparselt({})])
     todo = compare.missing_products(JOB, None, found.peers)
-    assert compare.start_search(found, replace(JOB, sparsities=("none",)), todo, {}) is None
-    assert compare.start_search(peers.Found([base(), peers.Cusparselt()]), JOB, todo, {}) is None
+    assert compare.start_search(found, replace(JOB, sparsities=("none",)), todo, {}, set()) is None
+    assert compare.start_search(peers.Found([base(), peers.Cusparselt()]), JOB, todo, {}, set()) is None
 
     search = Search.__new__(Search)
     p = (64, 128, "float16", 1)
@@ -512,6 +512,7 @@ def test_search_is_used(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
     assert isinstance(best, peers.Cusparselt) and best.algorithms == {p: 2, (*p[:3], 3): None, **earlier}
     old = Results({**meta, "commit": "abc"}, [])
     assert compare.known_algorithms(old) == best.algorithms and compare.known_algorithms(None) == {}
+    assert compare.crashed_before(old) == {("float16", 1)} and compare.crashed_before(None) == set()
     assert isinstance(found.peers[2], peers.Cusparselt) and found.peers[2].algorithms is None
     assert meta["cusparselt"]["crashed"] == [[64, 128, "float16", 1, 1]]
     assert "3 algorithms timed, 1 crashed; the best one is known of 3 products" in capsys.readouterr().out
@@ -527,8 +528,8 @@ def test_program_on_a_gpu(
             super().__init__(20_000.0)
 
     class Found(Search):
-        def __init__(self, problems: list[Any]) -> None:
-            assert problems == [(64, 128, "float16", 1), (64, 128, "float16", 16)]
+        def __init__(self, problems: list[Any], crashed: list[Any]) -> None:
+            assert crashed == [] and problems == [(64, 128, "float16", 1), (64, 128, "float16", 16)]
 
         def finish(self, expired: Callable[[], bool], max_crashes: int = 20) -> Outcome:
             assert not expired()

@@ -9,6 +9,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import cusparselt
 import pytest
@@ -37,10 +38,10 @@ for p in task["todo"]:
 """
 
 
-def search(tmp_path: Path, fault: str, patience_s: float = 60.0, children: int = 1) -> Search:
+def search(tmp_path: Path, fault: str, patience_s: float = 60.0, children: int = 1, **options: Any) -> Search:
     child = tmp_path / "child.py"
     child.write_text(CHILD.replace("FAULT", fault))
-    return Search([A, B], [sys.executable, str(child)], patience_s, children)
+    return Search([A, B], [sys.executable, str(child)], patience_s, children, **options)
 
 
 def test_best(tmp_path: Path) -> None:
@@ -89,6 +90,8 @@ def test_crash(tmp_path: Path) -> None:
     outcome = search(tmp_path, "if a == 3: os._exit(139)").finish()
     assert outcome.best() == {A: 2, B: 2}
     assert outcome.crashed == [(A, 3)]
+    again = search(tmp_path, "if a == 3: os._exit(139)", crashed=[("float16", 3)]).finish()
+    assert again.best() == {A: 2, B: 2} and again.crashed == []
 
 
 def test_refused(tmp_path: Path) -> None:

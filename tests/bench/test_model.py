@@ -137,6 +137,10 @@ def test_a_resumed_run_measures_what_is_missing(tmp_path: Path, capsys: pytest.C
     with pytest.raises(SystemExit, match="2"):
         model.main([*arguments, "--batch", "1"])
     assert "results of group_size 32, this run is 128" in capsys.readouterr().err
+    path.write_text("{}")
+    with pytest.raises(SystemExit, match="2"):
+        model.main([*arguments, "--batch", "1"])
+    assert "holds no results of this program" in capsys.readouterr().err
 
 
 def test_failures_do_not_end_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -169,18 +169,20 @@ def test_readme(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     files = [str(folder / f"{name}.json") for name in ("0", "1", "peers")]
     assert plot.main([*files[:2], "--readme", "--peers", files[2]]) == 0
     written = text.read_text()
-    assert (
-        "| sparse_marlin | 4.00 | 4.00 |\n| humming | 1.25 | 1.25 |\n\nhumming 0.1; geometric mean over 8x8." in written
-    )
+    assert "| sparse_marlin | 4.00 | 4.00 |\n| humming | 1.25 | 1.25 |\n\nhumming 0.1; 8x8." in written
     assert "commit fedcba987" in written and "commit 012345678" in written
     assert "humming" in (folder / "speedup-float16.svg").read_text()
     assert "](bench/results/speedup-float16.svg)" in written
     assert (folder / "speedup-float16.svg").exists()
     assert "| sparse_marlin 2:4 | 3.00 | 3.00 |" in written
     assert "73728x18432" in written and "Reads of 4500 GB/s" in written and "NVIDIA H200" in written
+    two = Results(other, [*beside, make_row(N=8, K=8, M=1, dtype="bfloat16")])
+    with pytest.raises(ValueError, match="needs one dtype"):
+        plot.peers_text(two)
     some = [r for r in rows() if r.M == 1]
     plot.update_readme(Results(META, some), [], "float16", folder / "speedup-float16.svg")
     assert "| sparse_marlin 2:4 | 3.00 |\n" in text.read_text()  # in place of the old one
+    assert "humming 0.1; geometric" not in text.read_text() and "humming 0.1; 8x8." in text.read_text()  # stays
     assert text.read_text().startswith("# title\n") and text.read_text().endswith("-->\nend\n")
 
 
@@ -200,6 +202,7 @@ def test_mistakes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (["a.json", "--readme", "--dtype", "bfloat16"], "the files have rows of ours for float16"),
         (["none.json"], "cannot be read"),
         (["a.json", "--peers", "none.json"], "cannot be read"),
+        (["a.json", "--peers", "b.json"], "a run beside others is of another, the results of NVIDIA H200"),
     ):
         with pytest.raises(SystemExit, match="2"):
             plot.main([str(tmp_path / a) if a.endswith(".json") else a for a in arguments])

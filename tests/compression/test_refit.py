@@ -7,6 +7,7 @@ import functools
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -299,12 +300,18 @@ def test_methods_that_it_cannot_follow_are_refused(method: str) -> None:
 
 def test_without_a_word_it_happens_on_a_gpu_wherever_it_can() -> None:
     model = tiny.llama()
-    assert not refit.by_default(model, "auto", None)  # which is on a CPU
-    assert not refit.by_default(model.to("meta"), "auto", "cpu")
-    assert refit.by_default(model, "auto", "cuda:0") and refit.by_default(model, "gptq", torch.device("cuda"))
-    assert not refit.by_default(model, "magnitude+rtn", "cuda") and not refit.by_default(model, "wanda", "cuda")
+    blocks: Any = model.model.layers
+    assert not refit.by_default(model, blocks, "auto", None)  # which are on a CPU
+    assert not refit.by_default(model, blocks, "auto", "cpu")
+    assert refit.by_default(model, blocks, "auto", "cuda:0")
+    assert refit.by_default(model, blocks, "gptq", torch.device("cuda"))
+    assert not refit.by_default(model, blocks, "magnitude+rtn", "cuda")
+    assert not refit.by_default(model, blocks, "wanda", "cuda")
+    somewhere = [SimpleNamespace(device=torch.device(d)) for d in ("cuda:0", "cuda:1", "cpu")]
+    assert refit.by_default(model, SimpleNamespace(parameters=lambda: somewhere[:2]), "auto", None)  # type: ignore[arg-type]
+    assert not refit.by_default(model, SimpleNamespace(parameters=lambda: somewhere), "auto", None)  # type: ignore[arg-type]
     model.config._attn_implementation = "flash_attention_2"
-    assert not refit.by_default(model, "auto", "cuda")
+    assert not refit.by_default(model, blocks, "auto", "cuda")
 
 
 def test_without_a_word_a_model_on_a_cpu_is_not_refitted() -> None:
