@@ -21,7 +21,8 @@ from rich.table import Table
 from . import __version__, bench, checkpoints, models, runtime, samples, tuning
 from .compression import patch_model
 from .compression.adapters import check_adapter
-from .compression.solve import METHODS_24, METHODS_DENSE, check_damping, check_method, check_permute, check_refit
+from .compression.permutation import check_permute
+from .compression.solve import METHODS_24, METHODS_DENSE, check_damping, check_method, check_refit
 from .compression.structure import check_settings
 from .dispatch import PLAN_TOKENS, RECORDED, Device, choice_of, explain, parse_plan
 from .evaluate import evaluate, evaluate_tasks, find_tasks

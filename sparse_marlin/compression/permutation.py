@@ -9,14 +9,13 @@ With scores ``w_ij^2 sum_t x_tj^2`` over the calibration inputs (Wanda, arXiv 23
 and row, which a mask keeps, should add up to as much as possible. Columns change places between quads for that, and no
 more: if those with the largest inputs came first, so that the solver could make up for their errors in more of the
 others, the error would fall further on the calibration inputs, but not on others. So dense layers stay as they are.
-In six blocks of SmolLM2-135M, INT4 in groups of 64, solved one by one with 16 windows of 512 tokens, the output's error
-on other windows falls by 5 to 8 % for ``down_proj``, and by 1 to 3 % for ``o_proj``.
+An MLP has more to gain than attention, where only the few channels of a head can change places.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -33,7 +32,7 @@ from .store import Store
 from .targets import Target, linear_at
 
 _ROWS = 4096  # of a weight, at most, whose scores are looked at
-_MEETINGS = 128  # of a quad with others, at most; at 384 quads, a third has 96 % of what all bring
+_MEETINGS = 128  # of a quad with others, at most: with all, the time would grow with the square of the width
 _GAIN = 1e-5  # of a swap, relative, at least: more than float32 sums are off by
 
 # By the last parts of names: a consumer, and what may be next to it and have its columns as rows, once or twice over.
@@ -48,7 +47,7 @@ _MLP = {
 # The same of attention, where the values have a layer of their own, follow all queries and keys, or the queries and the
 # key of each key/value head.
 _ATTENTION = ("o_proj", "out_proj", "dense", "wo")
-_VALUES = ("v_proj",)
+_VALUES = ("v_proj", "wv")
 _AFTER_ALL = ("qkv_proj", "Wqkv")
 _AFTER_EACH = ("query_key_value", "wqkv")
 
@@ -83,6 +82,16 @@ class Fold:
 
 
 Permuted = dict[str, str]  # consumer -> why it was not permuted after all; empty if it was
+Writes = list[tuple[Tensor, Any, Tensor]]  # into a tensor, where, what
+Batch = tuple[Tensor, Call, Tensor]  # hidden states before a block, how it is called, and what it puts out
+
+
+def check_permute(permute: object, sparsity: object) -> None:
+    """Raises ValueError for a permute that is no yes or no, or where no layer gets 2:4."""
+    if not isinstance(permute, bool):
+        raise ValueError(f"permute must be True or False, got {permute!r}")
+    if permute and not (any(sparsity.values()) if isinstance(sparsity, Mapping) else sparsity):
+        raise ValueError("permute=True arranges columns for 2:4 masks, and no layer gets one: use permute=False")
 
 
 def permute_channels(
@@ -99,8 +108,9 @@ def permute_channels(
 
     It needs less memory than solving the layers does.
 
-    Every kind of fold is checked on a batch that it takes part in: where a block's output changes by more than float
-    rounding, because its channels are not what their names suggest, the fold is undone.
+    The folds of a kind are checked together, on the first batch that each of them takes part in: where a block's output
+    changes by more than float rounding, because the channels are not what their names suggest, they are undone. When
+    interrupted, so are those not checked yet.
 
     Args:
         targets: the layers that will be compressed. Of those that get 2:4, columns are permuted; of any ``nn.Linear``
@@ -112,39 +122,48 @@ def permute_channels(
     """
     found: Permuted = {}
     targets = [t for t in targets if t.scheme.sparsity]
+    all_folds, all_notes = folds_of(model, targets)  # before blocks move, and no longer share memory with others
     stored = [None if store is None else store.load_orders(i) for i in range(len(blocks))]
     unknown = max((i for i, s in enumerate(stored) if s is None), default=-1)  # blocks after it need not run
     hidden, calls = capture(model, blocks, windows, device) if unknown >= 0 else ([], [])
     for index, block in enumerate(tqdm(blocks, desc="permuting channels", unit="block", disable=not progress)):
-        folds, notes = folds_of(model, [t for t in targets if t.name.startswith(f"{prefix}.{index}.")])
+        folds = [f for f in all_folds if f.consumer.startswith(f"{prefix}.{index}.")]
         with moved(block, device) as where:
             known = stored[index]
             outputs: list[Tensor] = []
             if known is None:
                 watched = [t for t in targets if t.name in {f.consumer for f in folds}]
                 moments, first, outputs = _run(model, block, watched, hidden, calls[index], where)
-                orders = {
-                    f.consumer: choose(linear_at(model, f.consumer).weight, moments[f.consumer], f)
-                    for f in folds
-                    if f.consumer in moments and moments[f.consumer].isfinite().all()
-                }
+                orders: dict[str, Tensor] = {}
+                notes = {n: why for n, why in all_notes.items() if n.startswith(f"{prefix}.{index}.")}
+                for f in folds:
+                    if f.consumer not in moments:
+                        notes[f.consumer] = "not permuted: saw no calibration input"
+                    elif not moments[f.consumer].isfinite().all():
+                        notes[f.consumer] = "not permuted: inputs not finite"
+                    else:
+                        orders[f.consumer] = choose(linear_at(model, f.consumer).weight, moments[f.consumer], f)
                 folds = [f for f in folds if f.consumer in orders]
                 for kind in dict.fromkeys(f.kind for f in folds):
                     same = [f for f in folds if f.kind == kind]
-                    i = min(first[f.consumer] for f in same)
-                    if not _try(model, block, same, orders, hidden[i], calls[index][i], outputs[i], where):
-                        for f in same:
-                            del orders[f.consumer]
-                            notes[f.consumer] = "not permuted: that would change what the block puts out"
+                    batches = [
+                        (hidden[i], calls[index][i], outputs[i]) for i in sorted({first[f.consumer] for f in same})
+                    ]
+                    why = ""
+                    if not all(output.isfinite().all() for _, _, output in batches):
+                        why = "not permuted: the block's output is not finite"
+                    elif not _apply(model, block, same, orders, batches, where):
+                        why = "not permuted: that would change what the block puts out"
+                    for f in same if why else []:
+                        del orders[f.consumer]
+                        notes[f.consumer] = why
                 if store is not None:
                     store.save_orders(index, orders, notes)
             else:
                 if index < unknown:  # before it is permuted, as in the run that was interrupted
                     outputs = [run(block, x, call, where) for x, call in zip(hidden, calls[index], strict=True)]
                 orders, notes = known
-                for f in folds:
-                    if f.consumer in orders:
-                        apply(model, f, orders[f.consumer])
+                _apply(model, block, [f for f in folds if f.consumer in orders], orders, [], where)
         if calls:
             calls[index].clear()
         hidden = outputs
@@ -166,7 +185,7 @@ def annotated(layers: list[LayerReport], found: Permuted) -> list[LayerReport]:
 
 def folds_of(model: nn.Module, targets: list[Target]) -> tuple[list[Fold], Permuted]:
     """The folds whose consumers are among the targets, going by names, and why others that look alike are none."""
-    uses = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
+    shared = _sharing_memory(model)
     folds, notes = [], {}
     for t in targets:
         around, _, leaf = t.name.rpartition(".")
@@ -175,19 +194,50 @@ def folds_of(model: nn.Module, targets: list[Target]) -> tuple[list[Fold], Permu
         beside = {n: m for n in names if isinstance(m := getattr(parent, n, None), nn.Module)}
         if not beside:
             continue
+        written = {leaf: ["weight"], **{n: [p for p, _ in m.named_parameters()] for n, m in beside.items()}}
+        sharing = [n for n, own in written.items() if any(f"{around}.{n}.{p}" in shared for p in own)]
         linears = {
             f"{around}.{n}": m
             for n, m in beside.items()
-            if type(m) is nn.Linear and m.weight.device.type != "meta" and all(uses[id(p)] == 1 for p in m.parameters())
+            if type(m) is nn.Linear and m.weight.device.type != "meta" and n not in sharing
         }
         fold = None
         if len(linears) == len(beside):
             fold = (_mlp if leaf in _MLP else _attention)(model, t.name, parent, linears)
-        if fold is None or fold.width % 4:
+        if sharing:
+            notes[t.name] = f"not permuted: others share the memory of {', '.join(sharing)}"
+        elif fold is None or fold.width % 4:
             notes[t.name] = f"not permuted: {', '.join(beside)} cannot be permuted with it"
         else:
             folds.append(fold)
     return folds, notes
+
+
+def _sharing_memory(model: nn.Module) -> set[str]:
+    """Names of tensors that reach into the memory of another of the model's, or have elements at the same place.
+
+    What counts is the range from the first element to the last, not the storage, which whole files can have in common.
+    """
+    found: set[str] = set()
+    ranges: dict[torch.device, list[tuple[int, int, str]]] = defaultdict(list)
+    for name, t in (
+        *model.named_parameters(remove_duplicate=False),
+        *model.named_buffers(remove_duplicate=False),
+    ):
+        if type(t.data) is not Tensor or t.layout != torch.strided or t.is_meta or not t.numel():
+            continue
+        reach = 1 + sum((n - 1) * stride for n, stride in zip(t.shape, t.stride(), strict=True))
+        if reach < t.numel():  # expanded
+            found.add(name)
+        ranges[t.device].append((t.data_ptr(), t.data_ptr() + reach * t.element_size(), name))
+    for of_device in ranges.values():
+        last_end, last = 0, ""  # of those that begin earlier, the one that ends last
+        for begin, end, name in sorted(of_device):
+            if begin < last_end:
+                found |= {name, last}
+            if end > last_end:
+                last_end, last = end, name
+    return found
 
 
 def _mlp(model: nn.Module, consumer: str, _parent: nn.Module, linears: dict[str, nn.Linear]) -> Fold | None:
@@ -240,38 +290,64 @@ def _run(
     return moments, first, outputs
 
 
-def apply(model: nn.Module, fold: Fold, order: Tensor) -> None:
-    """Puts the channels of each set into an order [heads, width], on both sides and in place."""
-    weight = linear_at(model, fold.consumer).weight.data
-    changes: list[tuple[Tensor, Any, Tensor]] = [(weight, ..., weight[:, fold.columns(order).to(weight.device)])]
-    for name, rows in fold.producers:
-        source = rows.view(order.shape).gather(1, order.to(rows.device)).flatten()
-        tensors = [p.data for p in linear_at(model, name).parameters()]
-        changes += [(t, rows.to(t.device), t[source.to(t.device)]) for t in tensors]
-    for tensor, index, new in changes:  # at the end, so that an interruption hardly comes in between
-        tensor[index] = new
-
-
-def _try(
+def _apply(
     model: nn.Module,
     block: nn.Module,
     folds: list[Fold],
     orders: dict[str, Tensor],
-    hidden: Tensor,
-    call: Call,
-    before: Tensor,
+    batches: list[Batch],
     where: torch.device,
 ) -> bool:
-    """Applies folds of a block, unless that changes its output; says whether."""
-    for f in folds:
-        apply(model, f, orders[f.consumer])
-    fine = False
+    """Puts the channels of folds of a block into their orders [heads, width], unless that changes what it puts out.
+
+    Says whether it did. All are done or none, also when interrupted.
+    """
+    # How each is undone. To hold that for one at a time is enough: of those done, it follows from the order.
+    begun: list[tuple[Fold, Writes | None]] = []
     try:
-        fine = _unchanged(block, hidden, call, before, where)
-    finally:  # also when interrupted
-        for f in folds if not fine else []:
-            apply(model, f, orders[f.consumer].argsort(1))
+        for f in folds:
+            there, back = _writes(model, f, orders[f.consumer])
+            begun.append((f, back))
+            _write(there)
+            begun[-1] = (f, None)
+        fine = all(_unchanged(block, hidden, call, before, where) for hidden, call, before in batches)
+        if not fine:
+            _undo(model, begun, orders)
+    except BaseException:
+        _undo(model, begun, orders)
+        raise
     return fine
+
+
+def _undo(model: nn.Module, begun: list[tuple[Fold, Writes | None]], orders: dict[str, Tensor]) -> None:
+    """Undoes folds, the last first; when interrupted, it can go on, as writing the same again does no harm."""
+    while begun:
+        f, back = begun[-1]
+        if back is None:
+            back, _ = _writes(model, f, orders[f.consumer].argsort(1))
+            begun[-1] = (f, back)
+        _write(back)
+        begun.pop()
+
+
+def _writes(model: nn.Module, fold: Fold, order: Tensor) -> tuple[Writes, Writes]:
+    """What puts the channels of each set into an order [heads, width] on both sides, and what undoes that.
+
+    The latter also does if the former was written in part or not at all.
+    """
+    weight = linear_at(model, fold.consumer).weight.data
+    columns = (slice(None), fold.columns(order).to(weight.device))
+    changes: list[tuple[Tensor, Any, Any, Tensor]] = [(weight, ..., columns, weight[columns])]
+    for name, rows in fold.producers:
+        source = rows.view(order.shape).gather(1, order.to(rows.device)).flatten()
+        tensors = [p.data for p in linear_at(model, name).parameters()]
+        changes += [(t, rows.to(t.device), source.to(t.device), t[source.to(t.device)]) for t in tensors]
+    return [(t, to, new) for t, to, _, new in changes], [(t, origin, new) for t, _, origin, new in changes]
+
+
+def _write(writes: Writes) -> None:
+    for tensor, index, new in writes:
+        tensor[index] = new
 
 
 def _unchanged(block: nn.Module, hidden: Tensor, call: Call, before: Tensor, where: torch.device) -> bool:

@@ -24,12 +24,11 @@ from .adapters import check_adapter
 from .blocks import Recorded, capture, moved, record, run
 from .calibration import calibration_windows
 from .moments import collect
-from .permutation import Permuted, annotated, permute_channels
+from .permutation import Permuted, annotated, check_permute, permute_channels
 from .report import LayerReport, Report
 from .solve import (
     check_damping,
     check_method,
-    check_permute,
     check_refit,
     default_method,
 )

@@ -9,7 +9,6 @@ same inverse Hessian whether it comes from pruning (SparseGPT, arXiv 2301.00774)
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -79,14 +78,6 @@ def check_refit(refit: object, method: str) -> None:
             f"refit=True trains what a calibrated method has quantized, and {method!r} is none: "
             f"use one of {', '.join(calibrated)}, or refit=False"
         )
-
-
-def check_permute(permute: object, sparsity: object) -> None:
-    """Raises ValueError for a permute that is no yes or no, or where no layer gets 2:4."""
-    if not isinstance(permute, bool):
-        raise ValueError(f"permute must be True or False, got {permute!r}")
-    if permute and not (any(sparsity.values()) if isinstance(sparsity, Mapping) else sparsity):
-        raise ValueError("permute=True arranges columns for 2:4 masks, and no layer gets one: use permute=False")
 
 
 def check_damping(damping: float) -> None:

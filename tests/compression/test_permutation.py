@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import functools
 import itertools
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -19,6 +21,7 @@ from sparse_marlin.compression import NonFiniteError, Report, permutation, refit
 from sparse_marlin.compression.permutation import Fold, best_quads, choose, kept, permute_channels
 from sparse_marlin.compression.refit import Refit
 from sparse_marlin.compression.solve import magnitude_mask
+from sparse_marlin.compression.store import Store
 from sparse_marlin.compression.targets import choose_targets, decoder_blocks
 from sparse_marlin.scheme import Scheme
 
@@ -101,12 +104,63 @@ def phi3() -> Phi3ForCausalLM:
     return Phi3ForCausalLM(config).eval()
 
 
-def permute(model: nn.Module) -> permutation.Permuted:
+def llama_of_w() -> tiny.LlamaForCausalLM:
+    """With the names of Meta's own code."""
+    model = tiny.llama()
+    for block in model.model.layers:
+        attention, block.mlp = block.self_attn, Gated(block.mlp)
+        for letter in "qkvo":
+            setattr(attention, f"w{letter}", getattr(attention, f"{letter}_proj"))
+            delattr(attention, f"{letter}_proj")
+        attention.forward = functools.partial(_attention_of_w, attention)
+    return model
+
+
+class Gated(nn.Module):
+    def __init__(self, mlp: nn.Module) -> None:
+        super().__init__()
+        self.w1, self.w2, self.w3 = mlp.gate_proj, mlp.down_proj, mlp.up_proj
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.w2(nn.functional.silu(self.w1(x)) * self.w3(x))
+
+
+def _attention_of_w(attention: nn.Module, hidden_states: Tensor, **_: Any) -> tuple[Tensor, None]:
+    """Without positions, which do not matter here."""
+    x = hidden_states
+    q, k, v = (
+        getattr(attention, f"w{letter}")(x).unflatten(-1, (-1, attention.head_dim)).transpose(1, 2) for letter in "qkv"
+    )
+    out = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    return attention.wo(out.transpose(1, 2).flatten(2)), None
+
+
+class Routed(nn.Module):
+    """Two experts; the second, with a scale for each channel inside, takes the tokens whose first channel is large."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(Mlp() for _ in range(2))
+        self.scale = nn.Parameter(torch.rand(96) + 0.5)
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        rare = hidden_states[..., 0] > 2.2
+        out = torch.empty_like(hidden_states)
+        for rows, mlp, scale in zip((~rare, rare), self.experts, (1, self.scale), strict=True):
+            if rows.any():
+                x = hidden_states[rows]
+                out[rows] = x + mlp.down_proj(scale * torch.relu(mlp.gate_proj(x)) * mlp.up_proj(x))
+        return out
+
+
+def permute(model: nn.Module, checkpoints: Path | None = None, batch: int = 8) -> permutation.Permuted:
     """Only the permutation of what :func:`patch_model` would compress."""
     prefix, blocks = decoder_blocks(model)
     targets, _ = choose_targets(model, prefix, [], [], Scheme(4, 32, "2:4"), None)
+    windows = list(tiny.tokens().split(batch))
+    store = None if checkpoints is None else Store(checkpoints, {}, model, targets, windows)
     with torch.no_grad():
-        return permute_channels(model, prefix, blocks, targets, [tiny.tokens()], None, None, False)
+        return permute_channels(model, prefix, blocks, targets, windows, store, None, False)
 
 
 def folds_of(model: nn.Module) -> tuple[list[Fold], permutation.Permuted]:
@@ -140,6 +194,7 @@ MODELS: list[tuple[Callable[[], nn.Module], tuple[str, ...], tuple[str, ...]]] =
     (neox, ("attention.dense", "mlp.dense_4h_to_h"), ("query_key_value", "dense_h_to_4h")),
     (phi3, ("self_attn.o_proj", "mlp.down_proj"), ("qkv_proj", "gate_up_proj")),
     (tiny.qwen_moe, ("self_attn.o_proj",), ("v_proj",)),
+    (llama_of_w, ("self_attn.wo", "mlp.w2"), ("wv", "w1", "w3")),
     (experts, tuple(f"experts.{i}.down_proj" for i in range(3)), ("up_proj", "gate_proj")),
 ]
 
@@ -222,8 +277,70 @@ def test_what_cannot_be_permuted_is_noted() -> None:
         block.self_attn.v_proj.weight = shared
     report = quiet(model, only=("down_proj", "o_proj"))
     for line in report.compressed:
-        producers = "gate_proj, up_proj" if "down" in line.name else "v_proj"
-        assert line.note.endswith(f"not permuted: {producers} cannot be permuted with it") and not line.permuted
+        why = (
+            "gate_proj, up_proj cannot be permuted with it"
+            if "down" in line.name
+            else "others share the memory of v_proj"
+        )
+        assert line.note.endswith(f"not permuted: {why}") and not line.permuted
+
+
+@pytest.mark.parametrize("names", ["v_proj", "gate_proj, up_proj", "down_proj", "down_proj, gate_proj"])
+def test_layers_that_share_memory_stay(names: str) -> None:
+    """By another Parameter of the same memory, or a part of it."""
+    model = tiny.llama()
+    first, second = model.model.layers
+    for name in names.split(", "):
+        path = f"self_attn.{name}" if name == "v_proj" else f"mlp.{name}"
+        second.get_submodule(path).weight.data = first.get_submodule(path).weight.data[:]
+    before = logits(model)
+    found = permute(model)
+    torch.testing.assert_close(logits(model), before, rtol=0, atol=2e-5)
+    consumer = "o_proj" if names == "v_proj" else "down_proj"
+    assert {n: why for n, why in found.items() if why} == {
+        n: f"not permuted: others share the memory of {names}" for n in found if n.endswith(consumer)
+    }
+    assert len(found) == 4
+
+
+def test_memory_of_which_one_layer_has_the_end_and_another_the_beginning() -> None:
+    model = tiny.llama()
+    memory = torch.randn(4 * 32 * 64)
+    values = [block.self_attn.v_proj for block in model.model.layers]
+    for at, refused in ((32 * 64, 0), (32 * 64 - 1, 2)):  # a file's weights lie side by side
+        for v, begin in zip(values, (0, at), strict=True):
+            v.weight.data = memory[begin : begin + 32 * 64].view(32, 64)
+        assert len(folds_of(model)[1]) == refused
+    before = logits(model)
+    assert len([why for why in permute(model).values() if why]) == 2
+    torch.testing.assert_close(logits(model), before, rtol=0, atol=2e-5)
+
+
+def test_memory_that_a_buffer_or_a_later_range_shares() -> None:
+    """One range holds two others that are apart; a buffer; a bias of one element for all channels."""
+    model = tiny.opt()
+    memory = torch.randn(3 * 64 * 64)
+    blocks = model.model.decoder.layers
+    blocks[0].self_attn.v_proj.weight.data = memory[4096:8192].view(64, 64)
+    blocks[1].self_attn.v_proj.weight.data = memory[8192:].view(64, 64)
+    model.register_buffer("all", memory, persistent=False)
+    assert [n.rpartition(".")[2] for n in folds_of(model)[1]] == ["out_proj"] * 2
+    del model.all
+    assert not folds_of(model)[1]
+    blocks[1].fc1.bias = nn.Parameter(torch.zeros(1).expand(96))
+    assert folds_of(model)[1] == {"model.decoder.layers.1.fc2": "not permuted: others share the memory of fc1"}
+
+
+def test_experts_that_the_first_batch_does_not_reach_are_checked() -> None:
+    torch.manual_seed(0)
+    model = tiny.PlainModel([Routed()]).eval()
+    rare = (model.embed(tiny.tokens())[..., 0] > 2.2).any(1)
+    assert not rare[0] and rare.any()
+    before = logits(model)
+    found = permute(model, batch=1)
+    torch.testing.assert_close(logits(model), before, rtol=0, atol=2e-5)
+    why = "not permuted: that would change what the block puts out"
+    assert found == {f"blocks.0.experts.{i}.down_proj": why for i in range(2)}
 
 
 @pytest.mark.parametrize("width", [None, 0, -16, 3, 5, 24, 48], ids=str)
@@ -380,30 +497,63 @@ def test_a_mapping_of_sparsities() -> None:
     assert "model.layers.1.mlp.down_proj" in names  # the other one is dense
 
 
-@pytest.mark.parametrize("when", range(4))
-def test_an_interrupted_run_leaves_the_same_function_and_resumes(
-    when: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Stopped between two folds: the next run ends as one that was not stopped."""
-    original, expected, model, resumed = (tiny.llama() for _ in range(4))
-    report = quiet(expected)
-    calls: list[int] = []
+def stop_at(line: int, run: Callable[[], object]) -> int:
+    """Raises KeyboardInterrupt before a line of those that write, of all that are executed; returns their number."""
+    count = 0
 
-    def stopping(*args: Any) -> None:
-        if len(calls) == when:
-            raise KeyboardInterrupt
-        calls.append(1)
-        apply(*args)
+    def trace(frame: FrameType, event: str, _: Any) -> Any:
+        nonlocal count
+        if frame.f_code.co_filename != permutation.__file__ or frame.f_code.co_name not in (
+            "_apply",
+            "_undo",
+            "_write",
+        ):
+            return None
+        if event == "line":
+            count += 1
+            if count == line:
+                sys.settrace(None)
+                raise KeyboardInterrupt
+        return trace
 
-    apply = permutation.apply
-    with monkeypatch.context() as patch:
-        patch.setattr(permutation, "apply", stopping)
+    tracing = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        run()
+    finally:
+        sys.settrace(tracing)
+    return count
+
+
+@pytest.mark.parametrize("check", [True, False], ids=["fine", "undone"])
+def test_interrupted_before_any_line(check: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The model computes what it did, and the next run ends as one that was not stopped."""
+    monkeypatch.setattr(permutation, "_MEETINGS", 4)
+    unchecked = permutation._unchanged
+    monkeypatch.setattr(permutation, "_unchanged", lambda *args: check and unchecked(*args))
+    original, expected = experts(), experts()
+    lines = stop_at(0, lambda: permute(expected, tmp_path / "whole"))
+    assert lines > 100 and same_bits(expected, original) != check
+    for line in range(1, lines + 1, 5):
+        model, resumed = experts(), experts()
+        checkpoints = tmp_path / str(line)
         with pytest.raises(KeyboardInterrupt):
-            quiet(model, checkpoint_dir=tmp_path)
-    assert len(list(tmp_path.glob("permutation-*.safetensors"))) == when // 2
-    torch.testing.assert_close(logits(model), logits(original), rtol=0, atol=2e-5)
-    assert quiet(resumed, checkpoint_dir=tmp_path) == report
-    assert same_bits(resumed, expected)
+            stop_at(line, functools.partial(permute, model, checkpoints))
+        torch.testing.assert_close(logits(model), logits(original), rtol=0, atol=2e-5)
+        permute(resumed, checkpoints)
+        assert same_bits(resumed, expected)
+
+
+def test_interrupted_while_it_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(permutation, "_MEETINGS", 4)
+    original = experts()
+    permute(experts(), tmp_path)
+    lines = stop_at(0, lambda: permute(experts(), tmp_path))
+    for line in range(1, lines + 1, 5):
+        model = experts()
+        with pytest.raises(KeyboardInterrupt):
+            stop_at(line, functools.partial(permute, model, tmp_path))
+        torch.testing.assert_close(logits(model), logits(original), rtol=0, atol=2e-5)
 
 
 def test_interrupted_while_a_fold_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -443,8 +593,10 @@ def test_inputs_that_are_not_finite() -> None:
     model = tiny.llama()
     model.model.layers[1].post_attention_layernorm.weight.data[3] = float("nan")
     report = quiet(model, on_nonfinite="fallback")
-    permuted = {x.name: x.permuted for x in report.compressed}
-    assert permuted["model.layers.0.mlp.down_proj"] and not permuted["model.layers.1.mlp.down_proj"]
+    lines = {x.name.removeprefix("model.layers."): x for x in report.compressed}
+    assert [n for n, x in lines.items() if x.permuted] == ["0.self_attn.o_proj", "0.mlp.down_proj"]
+    assert lines["1.mlp.down_proj"].note.endswith("not permuted: inputs not finite")
+    assert lines["1.self_attn.o_proj"].note.endswith("not permuted: the block's output is not finite")
     model = tiny.llama()
     model.model.layers[1].post_attention_layernorm.weight.data[3] = float("nan")
     with pytest.raises(NonFiniteError):
@@ -456,11 +608,9 @@ def test_an_expert_that_saw_no_token() -> None:
     for block in model.blocks:
         block.forward = functools.partial(_first_two, block)
     report = quiet(model)
-    assert {x.name.split(".", 2)[2]: x.permuted for x in report.compressed if "down" in x.name} == {
-        "experts.0.down_proj": True,
-        "experts.1.down_proj": True,
-        "experts.2.down_proj": False,
-    }
+    lines = [x for x in report.compressed if "down" in x.name]
+    assert [x.permuted for x in lines] == [True, True, False] * 2
+    assert all(x.permuted or x.note.endswith("not permuted: saw no calibration input") for x in lines)
 
 
 def _first_two(block: Block, hidden_states: Tensor) -> Tensor:
