@@ -22,7 +22,8 @@ from . import __version__, bench, checkpoints, models, runtime, samples, tuning
 from .compression import patch_model
 from .compression.adapters import check_adapter
 from .compression.permutation import check_permute
-from .compression.solve import METHODS_24, METHODS_DENSE, check_damping, check_method, check_refit
+from .compression.refit import check_refit
+from .compression.solve import METHODS_24, METHODS_DENSE, check_damping, check_method
 from .compression.structure import check_settings
 from .dispatch import PLAN_TOKENS, RECORDED, Device, choice_of, explain, parse_plan
 from .evaluate import evaluate, evaluate_tasks, find_tasks

@@ -29,7 +29,6 @@ from .report import LayerReport, Report
 from .solve import (
     check_damping,
     check_method,
-    check_refit,
     default_method,
 )
 from .stages import solve_stage, split_stages, with_error
@@ -129,7 +128,7 @@ def patch_model(
         raise ValueError(f"on_nonfinite must be 'raise' or 'fallback', got {on_nonfinite!r}")
     check_damping(damping)
     check_adapter(adapter_rank, adapter_bits, method)
-    check_refit(refit, method)
+    refitting.check_refit(refit, method)
     check_permute(permute, sparsity)
     if not isinstance(model, nn.Module):
         raise TypeError(f"patch_model takes an nn.Module, got {type(model).__name__}")

@@ -23,7 +23,7 @@ from tqdm import tqdm
 from ..linear import Adapter, CompressedLinear
 from ..packed import PackedWeight, unpack_mask
 from .blocks import Call, moved, run
-from .solve import can_follow
+from .solve import METHODS_24, METHODS_DENSE, PRUNE_ONLY, UNCALIBRATED
 from .store import Result
 from .targets import Target, blocks_of, linear_at
 
@@ -210,6 +210,23 @@ class _Windows:
     def mean_error(self) -> float:
         pieces = self.pieces(list(range(len(self.hidden))))
         return float(sum(self.error(p).double() for p in pieces)) / sum(self.rows)
+
+
+def can_follow(method: str) -> bool:
+    """Whether a refit can train what a method leaves."""
+    return method not in PRUNE_ONLY + UNCALIBRATED
+
+
+def check_refit(refit: object, method: str) -> None:
+    """Raises ValueError for a refit that is neither yes nor no nor None, or after a method that it cannot follow."""
+    if refit is not None and not isinstance(refit, bool):
+        raise ValueError(f"refit must be True, False or None, got {refit!r}")
+    if refit and not can_follow(method):
+        calibrated = [m for m in dict.fromkeys(METHODS_24 + METHODS_DENSE) if m not in UNCALIBRATED]
+        raise ValueError(
+            f"refit=True trains what a calibrated method has quantized, and {method!r} is none: "
+            f"use one of {', '.join(calibrated)}, or refit=False"
+        )
 
 
 def check_model(model: nn.Module) -> None:

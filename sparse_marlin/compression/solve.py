@@ -63,23 +63,6 @@ def check_method(method: str, sparsity: str | None, allow_prune_only: bool) -> N
         raise ValueError(f"method must be one of auto, {', '.join(known)} for sparsity={sparsity!r}, got {method!r}")
 
 
-def can_follow(method: str) -> bool:
-    """Whether a refit can train what a method leaves."""
-    return method not in PRUNE_ONLY + UNCALIBRATED
-
-
-def check_refit(refit: object, method: str) -> None:
-    """Raises ValueError for a refit that is neither yes nor no nor None, or after a method that it cannot follow."""
-    if refit is not None and not isinstance(refit, bool):
-        raise ValueError(f"refit must be True, False or None, got {refit!r}")
-    if refit and not can_follow(method):
-        calibrated = [m for m in dict.fromkeys(METHODS_24 + METHODS_DENSE) if m not in UNCALIBRATED]
-        raise ValueError(
-            f"refit=True trains what a calibrated method has quantized, and {method!r} is none: "
-            f"use one of {', '.join(calibrated)}, or refit=False"
-        )
-
-
 def check_damping(damping: float) -> None:
     """Raises ValueError for a damping that is no finite number >= 0."""
     if not (math.isfinite(damping) and damping >= 0):
