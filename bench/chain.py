@@ -18,7 +18,6 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -79,9 +78,7 @@ def main() -> int:
     print(results.table(columns, cells))
     if args.json:
         meta = {
-            "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-            "commit": results.commit(),
-            "command": results.command("bench/chain.py", sys.argv[1:]),
+            **results.about("bench/chain.py", sys.argv[1:]),
             "gpu": torch.cuda.get_device_name(),
             "torch": torch.__version__,
             "model": args.model,

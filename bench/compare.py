@@ -25,7 +25,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -605,9 +604,7 @@ def metadata(argv: Sequence[str], found: peers.Found) -> dict[str, Any]:
     """What the numbers depend on besides the code."""
     cuda = torch.cuda.is_available()
     return {
-        "commit": results.commit(),
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "command": results.command("bench/compare.py", argv),
+        **results.about("bench/compare.py", argv),
         "gpu": torch.cuda.get_device_name() if cuda else None,
         "driver": driver_version() if cuda else None,
         "l2_mb": torch.cuda.get_device_properties(0).L2_cache_size / 2**20 if cuda else None,

@@ -14,23 +14,20 @@ the first block slower is no part of the extrapolation from three blocks on.
 from __future__ import annotations
 
 import argparse
-import platform
 import statistics
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import results
 import torch
-import transformers
 from accuracy import peak_gb
 from compare import digits, suggest
-from model import MODELS, build, release, weight_bytes
+from model import MODELS, about, build, release, weight_bytes
 from torch import Tensor, nn
 from tqdm import tqdm
 from transformers import LlamaConfig
@@ -188,16 +185,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     argv = sys.argv[1:] if arguments is None else list(arguments)
     meta = {
-        "commit": results.commit(),
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "command": results.command("bench/compression_time.py", argv),
-        "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
-        "versions": {
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-            "sparse_marlin": sparse_marlin.__version__,
-        },
+        **about("bench/compression_time.py", argv, device),
         "group_size": GROUP_SIZE,
         "window": WINDOW,
         "seed": SEED,

@@ -243,13 +243,7 @@ def _measure(x: Tensor, compressed: Tensor, n: int, algorithm: int, timer: timin
         return libcusparselt.cusparselt_linear(x, compressed, n, algorithm)
 
     function(x)
-    runner = timer.runner([function], x, 1)
-    times = []
-    for _ in range(TIMED_CALLS):
-        cold.zero_()
-        times.append(runner.start())
-    timer.synchronize()
-    return min(elapsed() for elapsed in times)
+    return timing.replay_us(timer, function, x, TIMED_CALLS, cold.zero_)
 
 
 def _crashed(turn: TextIO) -> list[str]:

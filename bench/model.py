@@ -21,7 +21,6 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -236,16 +235,7 @@ def run(args: argparse.Namespace) -> None:
     config = LlamaConfig(**MODELS[args.model], max_position_embeddings=max(8192, length), tie_word_embeddings=False)
     deadline = None if args.time_limit is None else time.monotonic() + args.time_limit
     meta: dict[str, Any] = {
-        "commit": results.commit(),
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "command": results.command("bench/model.py", args.argv),
-        "gpu": torch.cuda.get_device_name(device) if cuda else None,
-        "versions": {
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-            "sparse_marlin": sparse_marlin.__version__,
-        },
+        **about("bench/model.py", args.argv, device),
         "model": args.model,
         "dtype": args.dtype,
         "bits": args.bits,
@@ -330,6 +320,20 @@ def run(args: argparse.Namespace) -> None:
         release(cuda)
         save()
     print(summary(rows))
+
+
+def about(script: str, argv: Sequence[str], device: torch.device) -> dict[str, Any]:
+    """What a file says of a run with a model of transformers, on a GPU or without."""
+    return {
+        **results.about(script, argv),
+        "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
+        "versions": {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "sparse_marlin": sparse_marlin.__version__,
+        },
+    }
 
 
 def earlier_rows(path: Path, meta: dict[str, Any]) -> list[Measurement]:

@@ -8,6 +8,7 @@ import shlex
 import subprocess
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -186,6 +187,12 @@ def base_times(rows: Iterable[Row]) -> dict[tuple[int, int, int, str], float]:
 def command(script: str, argv: Sequence[str]) -> str:
     """The command of a run; of paths the last part alone, since the rest is about one machine."""
     return shlex.join(["python", script, *(Path(a).name if "/" in a else a for a in argv)])
+
+
+def about(script: str, argv: Sequence[str]) -> dict[str, Any]:
+    """What every file says of the run that wrote it: commit, date and command."""
+    date = datetime.now(timezone.utc).isoformat(timespec="seconds")
+    return {"commit": commit(), "date": date, "command": command(script, argv)}
 
 
 def commit() -> str:

@@ -91,11 +91,17 @@ def plan_rounds(graph_us: float, call_us: float) -> int:
     return max(MIN_ROUNDS, min(MAX_ROUNDS, int(BUDGET_US / graph_us)))
 
 
-def replay_us(timer: Timer, function: Function, x: Tensor) -> float:
-    """Microseconds of a call in a graph of its own: what the host does before is no part of it."""
+def replay_us(
+    timer: Timer, function: Function, x: Tensor, replays: int = 2, before: Callable[[], Any] = lambda: None
+) -> float:
+    """Microseconds of a call in a graph of its own: what the host does before is no part of it.
+
+    The least of some replays, since the first one of a graph is slower; ``before`` is called before each.
+    """
     runner = timer.runner([function], x, 1)
     times = []
-    for _ in range(2):  # the first run of a graph is slower
+    for _ in range(replays):
+        before()
         elapsed = runner.start()
         timer.synchronize()
         times.append(elapsed())

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from transformers import (
     GPT2Config,
     GPT2LMHeadModel,
+    GPTNeoXConfig,
+    GPTNeoXForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     OPTConfig,
     OPTForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
 )
 
 VOCABULARY = 256
+M = TypeVar("M", bound=nn.Module)
 
 
 def llama(dtype: torch.dtype = torch.float32, layers: int = 2, **changes: Any) -> LlamaForCausalLM:
@@ -37,6 +42,14 @@ def llama(dtype: torch.dtype = torch.float32, layers: int = 2, **changes: Any) -
     return LlamaForCausalLM(LlamaConfig(**{**settings, **changes})).to(dtype).eval()
 
 
+def _with_biases(model: M) -> M:
+    """Biases are zero at first, and would hide mistakes."""
+    for name, p in model.named_parameters():
+        if name.endswith("bias"):
+            nn.init.normal_(p)
+    return model.eval()
+
+
 def opt() -> OPTForCausalLM:
     """Biases everywhere, positions from a table of 32, tied embeddings."""
     torch.manual_seed(7)
@@ -50,11 +63,37 @@ def opt() -> OPTForCausalLM:
         word_embed_proj_dim=64,
         init_std=0.2,
     )
-    model = OPTForCausalLM(config).eval()
-    for name, p in model.named_parameters():
-        if name.endswith("bias"):
-            nn.init.normal_(p)
-    return model
+    return _with_biases(OPTForCausalLM(config))
+
+
+def neox() -> GPTNeoXForCausalLM:
+    """Queries, keys and values of each head in one layer; biases."""
+    torch.manual_seed(7)
+    config = GPTNeoXConfig(
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        vocab_size=VOCABULARY,
+        initializer_range=0.2,
+    )
+    return _with_biases(GPTNeoXForCausalLM(config))
+
+
+def phi3() -> Phi3ForCausalLM:
+    """All queries, keys and values in one layer, gate and up in another."""
+    torch.manual_seed(7)
+    config = Phi3Config(
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=VOCABULARY,
+        initializer_range=0.2,
+        pad_token_id=0,
+    )
+    return Phi3ForCausalLM(config).eval()
 
 
 def qwen_moe() -> Qwen3MoeForCausalLM:

@@ -16,7 +16,6 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, fields, replace
-from datetime import datetime, timezone
 from math import exp, log
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,7 @@ from typing import Any
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from results import command, commit, write_json
+from results import about, write_json
 
 from sparse_marlin import Scheme, dispatch, runtime, tuning
 from sparse_marlin.dispatch import Config, Device, Kernel, Problem
@@ -68,9 +67,7 @@ def main() -> int:
         return 1
     began = time.monotonic()
     meta = {
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "commit": commit(),
-        "command": command("bench/kernels/calibrate.py", sys.argv[1:]),
+        **about("bench/kernels/calibrate.py", sys.argv[1:]),
         "device": asdict(runtime.device_properties(0)),
         "kernels": {},
     }

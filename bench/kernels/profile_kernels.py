@@ -14,14 +14,13 @@ import csv
 import subprocess
 import sys
 import tempfile
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from results import command, commit, table, write_json
+from results import about, table, write_json
 
 from sparse_marlin import CompressedLinear, Scheme, runtime
 
@@ -65,12 +64,7 @@ def main() -> int:
         return 0
     text = args.csv.read_text(encoding="utf-8") if args.csv else run()
     rows = rows_of(text)
-    meta = {
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "commit": commit(),
-        "command": command("bench/kernels/profile_kernels.py", sys.argv[1:]),
-    }
-    write_json(args.json, meta, rows)
+    write_json(args.json, about("bench/kernels/profile_kernels.py", sys.argv[1:]), rows)
     names = [c for c in rows[0] if c not in ("kernel", "stalls")]
     print(table(names, [[str(r[n]) for n in names] for r in rows]))
     return 0

@@ -12,6 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "bench" / "kernels"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "bench"))
 
 import libcusparselt

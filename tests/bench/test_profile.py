@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import csv
 import io
-import sys
-from pathlib import Path
 
-import pytest
-
-sys.path.append(str(Path(__file__).resolve().parents[2] / "bench" / "kernels"))
 import profile_kernels
+import pytest
 
 
 def log(kernels: int, leave_out: str = "") -> str:

@@ -14,7 +14,6 @@ import pytest
 import tiny
 import torch
 from torch import Tensor, nn
-from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, Phi3Config, Phi3ForCausalLM
 
 from sparse_marlin import CompressedLinear, patch_model
 from sparse_marlin.compression import NonFiniteError, Report, permutation, refit
@@ -68,40 +67,6 @@ def with_inner_norm() -> tiny.PlainModel:
     model = tiny.PlainModel([Block(norm=i == 0) for i in range(2)]).eval()
     nn.init.uniform_(model.blocks[0].experts[0].norm.weight)
     return model
-
-
-def neox() -> GPTNeoXForCausalLM:
-    """Queries, keys and values of each head in one layer; biases."""
-    torch.manual_seed(7)
-    config = GPTNeoXConfig(
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        vocab_size=tiny.VOCABULARY,
-        initializer_range=0.2,
-    )
-    model = GPTNeoXForCausalLM(config).eval()
-    for name, p in model.named_parameters():
-        if name.endswith("bias"):
-            nn.init.normal_(p)
-    return model
-
-
-def phi3() -> Phi3ForCausalLM:
-    """All queries, keys and values in one layer, gate and up in another."""
-    torch.manual_seed(7)
-    config = Phi3Config(
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=tiny.VOCABULARY,
-        initializer_range=0.2,
-        pad_token_id=0,
-    )
-    return Phi3ForCausalLM(config).eval()
 
 
 def llama_of_w() -> tiny.LlamaForCausalLM:
@@ -191,8 +156,8 @@ MODELS: list[tuple[Callable[[], nn.Module], tuple[str, ...], tuple[str, ...]]] =
     (functools.partial(tiny.llama, BF16), ("self_attn.o_proj", "mlp.down_proj"), ("v_proj", "up_proj", "gate_proj")),
     (functools.partial(tiny.llama, FP16), ("self_attn.o_proj", "mlp.down_proj"), ("v_proj", "up_proj", "gate_proj")),
     (tiny.opt, ("self_attn.out_proj", "fc2"), ("v_proj", "fc1")),
-    (neox, ("attention.dense", "mlp.dense_4h_to_h"), ("query_key_value", "dense_h_to_4h")),
-    (phi3, ("self_attn.o_proj", "mlp.down_proj"), ("qkv_proj", "gate_up_proj")),
+    (tiny.neox, ("attention.dense", "mlp.dense_4h_to_h"), ("query_key_value", "dense_h_to_4h")),
+    (tiny.phi3, ("self_attn.o_proj", "mlp.down_proj"), ("qkv_proj", "gate_up_proj")),
     (tiny.qwen_moe, ("self_attn.o_proj",), ("v_proj",)),
     (llama_of_w, ("self_attn.wo", "mlp.w2"), ("wv", "w1", "w3")),
     (experts, tuple(f"experts.{i}.down_proj" for i in range(3)), ("up_proj", "gate_proj")),
