@@ -28,7 +28,7 @@ import results
 import torch
 from torch import Tensor
 
-from sparse_marlin.compression import pipeline, solve, stages
+from sparse_marlin.compression import descent, pipeline, solve, stages
 from sparse_marlin.compression.moments import Moments
 from sparse_marlin.compression.targets import Target
 from sparse_marlin.scheme import Scheme
@@ -101,9 +101,7 @@ def unweighted_scales(w: Tensor, mask: Tensor | None, scheme: Scheme, importance
     return fit_scales(w, mask, scheme, None)
 
 
-def same_scales(
-    w: Tensor, codes: Tensor, mask: Tensor | None, scales: Tensor, scheme: Scheme, hessian: Tensor, damping: float
-) -> Tensor:
+def same_scales(w: Tensor, codes: Tensor, mask: Tensor | None, scales: Tensor, scheme: Scheme, h: Tensor) -> Tensor:
     """The scales that the integers were rounded with."""
     return scales
 
@@ -143,6 +141,23 @@ def one_stage(targets: list[Target], inputs: Any) -> list[list[Target]]:
     return [targets]
 
 
+def no_descent(w: Tensor, latent: Tensor, mask: Tensor | None, *rest: Any) -> tuple[Tensor, Tensor | None]:
+    """What the sweep through the columns has chosen."""
+    return latent, mask
+
+
+class FixedQuads(descent._Quads):
+    """Of all candidates for a quad, those that leave its mask alone."""
+
+    def choose(self, j: int, pull: Tensor, old: Tensor, latent: Tensor, kept: Tensor) -> tuple[Tensor, Tensor]:
+        self.allowed = kept[self._first] & kept[self._second]
+        return super().choose(j, pull, old, latent, kept)
+
+    def costs(self, j: int, pull: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        x, y, cost = super().costs(j, pull)
+        return x, y, torch.where(self.allowed, cost, torch.inf)
+
+
 def stored_order(hessian: Tensor, width: int) -> Tensor:
     """The columns as they are stored."""
     return torch.arange(hessian.shape[0], device=hessian.device)
@@ -161,6 +176,8 @@ VARIANTS = {
         "errors of earlier layers not made up for", ((stages, "corrected_target", original_target),)
     ),
     "one-stage": Variant("all layers of a block at once", ((pipeline, "split_stages", one_stage),)),
+    "no-descent": Variant("integers and mask not fitted to the scales", ((solve, "descend", no_descent),)),
+    "fixed-mask": Variant("... integers alone, not the mask", ((descent, "_Quads", FixedQuads),), dense=False),
     "stored-order": Variant("columns in the order they are stored in", ((solve, "solving_order", stored_order),)),
     "damping-0.001": Variant("damping 0.1 %", arguments={"damping": 0.001}),
     "damping-0.1": Variant("damping 10 %", arguments={"damping": 0.1}),

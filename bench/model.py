@@ -2,6 +2,7 @@
 
 python bench/model.py --model llama3-8b --json bench/results/h200/model-llama3-8b.json --resume --time-limit 300
 python bench/model.py --model tiny                a few seconds on a CPU, to see that it works
+python bench/model.py --readme bench/results/h200/model-llama3-8b.json      puts the table into README.md
 
 What is multiplied does not change how long it takes, so nothing is downloaded and nothing is calibrated: weights are
 normally distributed, and rounded to nearest where they are compressed. The model is made on the device layer by layer;
@@ -25,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import peers
+import readme
 import results
 import torch
 import transformers
@@ -386,6 +388,34 @@ def summary(rows: Sequence[Measurement]) -> str:
     return "\n" + results.table(columns, lines)
 
 
+def text_of(found: dict[str, Any]) -> str:
+    """What README.md says of a file that ``--json`` has written.
+
+    A step in eager mode takes as long as the host needs to launch it, and its times scatter: they get one range.
+    """
+    meta, rows = found["meta"], [Measurement(**row) for row in found["rows"]]
+    cells = {(r.mode, r.batch, r.prompt, r.weights): r for r in rows}
+    settings = dict.fromkeys((r.mode, r.batch, r.prompt) for r in rows if r.mode != "eager")
+    lines = []
+    for setting in settings:
+        of_setting = {kind: cells[(*setting, kind)] for kind in WEIGHTS if (*setting, kind) in cells}
+        times = [f"{r.decode_ms:.2f}" if (r := of_setting.get(kind)) else "" for kind in WEIGHTS] + [
+            f"{r.prefill_ms:.1f}" if (r := of_setting.get(kind)) else "" for kind in WEIGHTS
+        ]
+        lines.append([*map(str, setting), *times])
+    columns = ["mode", "batch", "prompt", *(f"step, {k}" for k in WEIGHTS), *(f"prefill, {k}" for k in WEIGHTS)]
+    eager = [r.decode_ms for r in rows if r.mode == "eager"]
+    host = f" A step in eager mode: {min(eager):.0f} to {max(eager):.0f} ms, the host's." if eager else ""
+    sizes = ", ".join(f"{kind} {size:.1f}" for kind, size in meta["weights_gb"].items())
+    versions = meta["versions"]
+    return (
+        f"{readme.table(columns, lines)}\n\nMilliseconds of {meta['model']} with random weights: a step of the whole "
+        f"batch, and the prefill of its prompts. GB of weights, embeddings and head included: {sizes}. {host.strip()} "
+        f"{meta['gpu']}, {meta['dtype']}, INT{meta['bits']} group {meta['group_size']}, torch {versions['torch']}, "
+        f"transformers {versions['transformers']}, commit {meta['commit']}, {meta['date'][:10]}."
+    )
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="llama3-8b", help=f"one of {', '.join(MODELS)} (default: llama3-8b)")
@@ -401,7 +431,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, metavar="FILE")
     parser.add_argument("--resume", action="store_true", help="leave out what FILE has, and add the rest to it")
     parser.add_argument("--time-limit", type=float, metavar="SECONDS")
+    parser.add_argument("--readme", type=Path, metavar="FILE", help="only put a finished run's table into README.md")
     args = parser.parse_args(arguments)
+    if args.readme:
+        readme.replace_text("model", text_of(json.loads(args.readme.read_text(encoding="utf-8"))))
+        return 0
     args.argv = sys.argv[1:] if arguments is None else list(arguments)
     if args.model not in MODELS:
         parser.error(f"no model {args.model!r}: {suggest(args.model, MODELS)}")

@@ -64,23 +64,33 @@ class InverseFactor:
     damping: float
 
 
+def damped(matrix: Tensor, damping: float) -> Tensor:
+    """A Hessian [K, K] with ``damping`` times its mean diagonal added to that.
+
+    Columns that no input ever reached (zero diagonal) get a unit diagonal: they take part in nothing.
+    """
+    h = matrix.clone()
+    diagonal = h.diagonal()
+    dead = diagonal == 0
+    mean = float(diagonal[~dead].double().mean()) if not dead.all() else 1.0
+    diagonal += damping * mean
+    diagonal[dead] = 1.0
+    return h
+
+
 def inverse_factor(matrix: Tensor, damping: float, order: Tensor | None = None) -> InverseFactor:
     """Factors the inverse of a Hessian [K, K] float32, raising the damping until it is positive definite.
 
-    Columns that no input ever reached (zero diagonal) get a unit diagonal: they take part in nothing. With an ``order``
-    [K], rows and columns come in that.
+    With an ``order`` [K], rows and columns come in that.
     """
-    h = matrix.clone() if order is None else matrix[order.unsqueeze(1), order]
-    diagonal = h.diagonal()
-    original = diagonal.clone()
-    dead = diagonal == 0
-    diagonal[dead] = 1.0
+    dead = matrix.diagonal() == 0
     if dead.any():
         log.info("%d of %d input columns were always zero in calibration", int(dead.sum()), len(dead))
-    mean = float(original[~dead].double().mean()) if not dead.all() else 1.0
     attempt = damping
     while True:
-        diagonal[~dead] = original[~dead] + attempt * mean
+        h = damped(matrix, attempt)
+        if order is not None:
+            h = h[order.unsqueeze(1), order]
         # float32 is enough for a well-damped matrix; where its factorization fails, float64 may still succeed.
         for dtype in (torch.float32, torch.float64):
             upper = _factor(h.to(dtype))

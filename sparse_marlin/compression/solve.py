@@ -16,7 +16,8 @@ from torch import Tensor
 
 from ..packed import PackedWeight
 from ..scheme import Scheme
-from .hessian import inverse_factor
+from .descent import PAIRS, descend
+from .hessian import damped, inverse_factor
 
 METHODS_24 = ("one-shot", "two-pass", "one-loop", "wanda+rtn", "magnitude+rtn")
 METHODS_DENSE = ("one-shot", "gptq", "rtn")
@@ -24,8 +25,8 @@ PRUNE_ONLY = ("sparsegpt", "wanda", "magnitude")
 UNCALIBRATED = ("magnitude+rtn", "magnitude", "rtn")
 
 _REFIT_BYTES = 256 << 20
+_DESCENTS = 2  # times that integers and mask are fitted to the scales after the sweep
 _BLOCK = 128  # columns updated eagerly; the rest of the matrix follows once per block
-_PAIRS = ((0, 1), (0, 2), (0, 3), (1, 2), (1, 3), (2, 3))
 # Fractions of the largest weight that half the range may cover. The range is uneven (-8..7): above 1 nothing clips.
 _CLIPS = tuple(1.08 - 0.02 * i for i in range(30))
 
@@ -101,8 +102,8 @@ def compress_weight(
         scheme: bits, groups and sparsity of the result; symmetric.
         method: one of METHODS_24, METHODS_DENSE, PRUNE_ONLY. ``one-loop`` chooses the mask while it rounds;
             ``two-pass`` prunes first and then rounds under the frozen mask; ``gptq`` only rounds; ``one-shot`` is the
-            latter two, beginning with the columns that matter most, and with the scales fitted once more to the final
-            integers.
+            latter two, beginning with the columns that matter most; then the scales are fitted to the integers, and
+            integers and mask to the scales (:mod:`.descent`), in turn.
         damping: fraction of the Hessian's mean diagonal added to it.
 
     Raises:
@@ -142,7 +143,11 @@ def compress_weight(
     mask = None if pairs is None else pairs.mask()[:, back]
     latent = rounder.latent()[:, back]
     if method == "one-shot":
-        scales = refit_scales(w, _codes(latent, scheme), mask, scales, scheme, hessian, factor.damping)
+        h = damped(hessian, factor.damping)
+        scales = refit_scales(w, _codes(latent, scheme), mask, scales, scheme, h)
+        for _ in range(_DESCENTS):
+            latent, mask = descend(w, latent, mask, scales, scheme, h, order)
+            scales = refit_scales(w, _codes(latent, scheme), mask, scales, scheme, h)
     return _finish(latent, scales, mask, scheme, method, factor.damping)
 
 
@@ -226,18 +231,15 @@ def fit_scales(w: Tensor, mask: Tensor | None, scheme: Scheme, importance: Tenso
     return scales
 
 
-def refit_scales(
-    w: Tensor, codes: Tensor, mask: Tensor | None, scales: Tensor, scheme: Scheme, hessian: Tensor, damping: float
-) -> Tensor:
+def refit_scales(w: Tensor, codes: Tensor, mask: Tensor | None, scales: Tensor, scheme: Scheme, h: Tensor) -> Tensor:
     """Scales [N, G] that minimise the output's error with the integers fixed: one least-squares problem per row.
 
     With q_g the integers of group g, zero elsewhere, the error of a row is quadratic in its scales: the matrix is
     ``q_g H q_h^T``, the right side ``q_g H w^T``. A little of the present scales is mixed in where that is flat.
+    ``h`` is the damped Hessian.
     """
     n, k = w.shape
     width = scheme.group_width(k)
-    h = hessian.clone()
-    h.diagonal().add_(damping * hessian.diagonal().mean())
     new = scales.float()
     rows = max(1, _REFIT_BYTES // (4 * (k // width) ** 2 + 16 * k))
     for part in (slice(i, i + rows) for i in range(0, n, rows)):
@@ -334,8 +336,8 @@ class Pairs:
         k = upper.shape[0]
         device = upper.device
         self.u = torch.stack([upper[i : i + 4, i : i + 4] for i in range(0, k, 4)])  # [K/4, 4, 4]
-        first = torch.tensor([p for p, _ in _PAIRS], device=device)
-        second = torch.tensor([q for _, q in _PAIRS], device=device)
+        first = torch.tensor([p for p, _ in PAIRS], device=device)
+        second = torch.tensor([q for _, q in PAIRS], device=device)
         a = (self.u.mT @ self.u).double()
         pp, qq, pq = a[:, first, first], a[:, second, second], a[:, first, second]
         determinant = pp * qq - pq * pq
@@ -348,7 +350,7 @@ class Pairs:
         keep = torch.ones(6, 4, dtype=torch.bool, device=device)
         self.keep = keep.scatter_(1, torch.stack([first, second], 1), False).T.contiguous()  # [4, 6]
         self._masks: list[Tensor] = []  # per quad, [4, N]
-        self._chosen: list[Tensor] = []  # per quad, [N] index into _PAIRS
+        self._chosen: list[Tensor] = []  # per quad, [N] index into PAIRS
 
     def remove(self, quad: int, w: Tensor) -> tuple[Tensor, Tensor]:
         """New values [4, N] of the quad's columns w [4, N], and their errors in units of U [4, N]."""
