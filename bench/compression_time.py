@@ -18,7 +18,7 @@ import statistics
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -195,14 +195,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for method in args.methods:
         release(device.type == "cuda")
         row, tensors = measure(args.model, method, blocks, args.windows, device)
-        found = asdict(row)
-        if args.repeat:
-            release(device.type == "cuda")
-            found["same_bits"] = same_bits(tensors, measure(args.model, method, blocks, args.windows, device)[1])
-        print(line_of(Measurement(**found)), flush=True)
-        rows.append(found)
+        rows.append(asdict(row))
         if args.json:
             results.write_json(args.json, meta, rows)
+        if args.repeat:
+            release(device.type == "cuda")
+            again = measure(args.model, method, blocks, args.windows, device)[1]
+            row = replace(row, same_bits=same_bits(tensors, again))
+            rows[-1] = asdict(row)
+            if args.json:
+                results.write_json(args.json, meta, rows)
+        print(line_of(row), flush=True)
     return int(any(r["same_bits"] is False for r in rows))
 
 
