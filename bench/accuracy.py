@@ -15,7 +15,9 @@ from __future__ import annotations
 
 import argparse
 import copy
+import fcntl
 import json
+import os
 import platform
 import resource
 import sys
@@ -188,7 +190,6 @@ class Kept:
             results.ResultError: if the file's rows were measured in another setting.
         """
         self.path, self.script, self.key, self.order = args.json, script, key, order
-        self.rows: dict[tuple[Any, ...], dict[str, Any]] = {}
         self.setting = {
             "device": _device(args.device),
             "torch": torch.__version__,
@@ -201,26 +202,38 @@ class Kept:
             "window": WINDOW,
             "seed": args.seed,
         }
-        if self.path and self.path.exists():
-            before = json.loads(self.path.read_text(encoding="utf-8"))
-            for name, value in self.setting.items():
-                if before["meta"].get(name) != value:
-                    raise results.ResultError(
-                        f"{self.path} holds rows of {name} {before['meta'].get(name)!r}, this run is of {value!r}: "
-                        "write them to a file of their own"
-                    )
-            self.rows = {self._key(r): r for r in rows_of(before)}
+        self._read()
+
+    def _read(self) -> dict[tuple[Any, ...], dict[str, Any]]:
+        """What the file has now, by key."""
+        if not (self.path and self.path.exists()):
+            return {}
+        before = json.loads(self.path.read_text(encoding="utf-8"))
+        for name, value in self.setting.items():
+            if before["meta"].get(name) != value:
+                raise results.ResultError(
+                    f"{self.path} holds rows of {name} {before['meta'].get(name)!r}, this run is of {value!r}: "
+                    "write them to a file of their own"
+                )
+        return {self._key(r): r for r in rows_of(before)}
 
     def add(self, row: dict[str, Any]) -> None:
-        """Adds a row, in the place of one with the same key, and writes the file."""
-        self.rows[self._key(row)] = row
-        if self.path:
-            meta = {
-                **self.setting,
-                "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-                "command": results.command(self.script, sys.argv[1:]),
-            }
-            results.write_json(self.path, meta, [self.rows[key] for key in sorted(self.rows, key=self._place)])
+        """Adds a row, in the place of one with the same key, and writes the file; several runs may do so at once."""
+        if not self.path:
+            return
+        meta = {
+            **self.setting,
+            "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            "command": results.command(self.script, sys.argv[1:]),
+        }
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        folder = os.open(self.path.parent, os.O_RDONLY)  # the file itself is replaced by each writer
+        try:
+            fcntl.flock(folder, fcntl.LOCK_EX)
+            rows = self._read() | {self._key(row): row}
+            results.write_json(self.path, meta, [rows[key] for key in sorted(rows, key=self._place)])
+        finally:
+            os.close(folder)
 
     def _key(self, row: dict[str, Any]) -> tuple[Any, ...]:
         return tuple(row[name] for name in self.key)

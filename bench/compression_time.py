@@ -3,6 +3,7 @@
     python bench/compression_time.py --json bench/results/h200/compression.json
     python bench/compression_time.py --blocks 2 --windows 16 --repeat      whether a second time gives the same bits
     python bench/compression_time.py --model tiny                          a few seconds on a CPU, to see that it works
+    python bench/compression_time.py --readme FILE                         puts what --json has written into README.md
 
 The model has the embeddings and the head of the real one, but only as many blocks as asked for: a block takes the same
 time wherever it is, except for the last one, after which nothing is calibrated. What the whole model takes is
@@ -14,6 +15,7 @@ the first block slower is no part of the extrapolation from three blocks on.
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
 import sys
 import time
@@ -23,6 +25,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import readme
 import results
 import torch
 from accuracy import peak_gb
@@ -161,6 +164,21 @@ def line_of(row: Measurement) -> str:
     )
 
 
+def text_of(found: dict[str, Any]) -> str:
+    """What README.md says of a file that ``--json`` has written."""
+    meta, rows = found["meta"], sorted((Measurement(**r) for r in found["rows"]), key=lambda r: r.whole_s)
+    lines = [[r.model, f"`{r.method}`", f"{r.whole_s / 60:.1f}", f"{r.whole_peak_gb:.1f}"] for r in rows]
+    blocks = ", ".join(dict.fromkeys(f"{r.blocks} of {r.layers}" for r in rows))
+    tokens = ", ".join(dict.fromkeys(str(r.tokens) for r in rows))
+    again = " Compressed once more, each gave the same bits." if all(r.same_bits for r in rows) else ""
+    return (
+        f"{readme.table(['shape', 'method', 'minutes', 'GB'], lines)}\n\n2:4 INT4 group {meta['group_size']}, random "
+        f"weights, calibrated on {tokens} tokens: extrapolated from {blocks} blocks; GB are the most that the GPU held, "
+        f"the model included.{again} {meta['gpu']}, torch {meta['versions']['torch']}, commit {meta['commit']}, "
+        f"{meta['date'][:10]}."
+    )
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="llama3-8b", help=f"one of {', '.join(MODELS)} (default: llama3-8b)")
@@ -170,7 +188,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--repeat", action="store_true", help="compress twice, and compare every bit")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument("--readme", type=Path, metavar="FILE", help="only put a finished run's table into README.md")
     args = parser.parse_args(arguments)
+    if args.readme:
+        readme.replace_text("compression", text_of(json.loads(args.readme.read_text(encoding="utf-8"))))
+        return 0
     if args.model not in MODELS:
         parser.error(f"no model {args.model!r}: {suggest(args.model, MODELS)}")
     layers = MODELS[args.model]["num_hidden_layers"]

@@ -292,15 +292,29 @@ def update_readme(found: Results, others: Sequence[Results], dtype: str, image: 
     )
     readme.replace("comparison", columns, lines, caption)
     if others:
-        readme.replace_text("peers", "\n\n".join(map(peers_text, others)))
+        readme.replace_text("peers", peers_text(others))
 
 
-def peers_text(found: Results) -> str:
-    """A table of one run beside others, over the weights for which it has all of them at every M.
+def peers_text(runs: Sequence[Results]) -> str:
+    """A table of runs beside others, each over the weights for which it has all of them at every M, and what they are.
 
     Raises:
-        ValueError: if there is no such weight, or if there are several dtypes, bits or sizes of groups.
+        ValueError: if a run has no such weight or several dtypes, bits or sizes of groups, or if the runs' M differ.
     """
+    table, notes, heads = [], [], set()
+    for number, found in enumerate(runs, 1):
+        columns, lines, note = _peers(found)
+        heads.add(tuple(columns[1:]))
+        table += [[str(number) if i == 0 else "", *line] for i, line in enumerate(lines)]
+        notes.append(f"{number}. {note}.")
+    if len(heads) != 1:
+        raise ValueError(f"runs beside others need the same M to stand in one table, these have {sorted(heads)}")
+    listed = "\n".join(notes)
+    return f"{readme.table(['run', 'M', *heads.pop()], table)}\n\n{listed}"
+
+
+def _peers(found: Results) -> tuple[list[str], list[list[str]], str]:
+    """Columns, lines and conditions of one run."""
     kinds = {(r.dtype, r.bits, r.group_size) for r in found.rows if r.impl.startswith(OURS)}
     if len(kinds) != 1:
         raise ValueError(f"a run beside others needs one dtype and one scheme, this one has {sorted(kinds)}")
@@ -314,9 +328,8 @@ def peers_text(found: Results) -> str:
     weights = ", ".join(f"{n}x{k}" for n, k in shapes)
     versions = found.meta.get("versions", {})
     named = ", ".join(f"{impl} {versions[impl]}" for impl, _ in all_series if impl in versions and impl != OURS)
-    where = conditions(found.meta, found.rows)
     mean = "geometric mean over " if len(shapes) > 1 else ""
-    return f"{readme.table(columns, lines)}\n\n{named}; {mean}{weights}. {where}."
+    return columns, lines, f"{named}; {mean}{weights}. {conditions(found.meta, found.rows)}"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

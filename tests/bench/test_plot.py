@@ -169,7 +169,7 @@ def test_readme(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     files = [str(folder / f"{name}.json") for name in ("0", "1", "peers")]
     assert plot.main([*files[:2], "--readme", "--peers", files[2]]) == 0
     written = text.read_text()
-    assert "| sparse_marlin | 4.00 | 4.00 |\n| humming | 1.25 | 1.25 |\n\nhumming 0.1; 8x8." in written
+    assert "| 1 | sparse_marlin | 4.00 | 4.00 |\n|  | humming | 1.25 | 1.25 |\n\n1. humming 0.1; 8x8." in written
     assert "commit fedcba987" in written and "commit 012345678" in written
     assert "humming" in (folder / "speedup-float16.svg").read_text()
     assert "](bench/results/speedup-float16.svg)" in written
@@ -178,7 +178,11 @@ def test_readme(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "73728x18432" in written and "Reads of 4500 GB/s" in written and "NVIDIA H200" in written
     two = Results(other, [*beside, make_row(N=8, K=8, M=1, dtype="bfloat16")])
     with pytest.raises(ValueError, match="needs one dtype"):
-        plot.peers_text(two)
+        plot.peers_text([two])
+    both = plot.peers_text([Results(other, beside)] * 2)
+    assert both.count("| humming |") == 2 and "| 2 | sparse_marlin |" in both and "\n2. humming 0.1; 8x8." in both
+    with pytest.raises(ValueError, match="the same M"):
+        plot.peers_text([Results(other, beside), Results(other, [r for r in beside if r.M == 1])])
     some = [r for r in rows() if r.M == 1]
     plot.update_readme(Results(META, some), [], "float16", folder / "speedup-float16.svg")
     assert "| sparse_marlin 2:4 | 3.00 |\n" in text.read_text()  # in place of the old one
