@@ -228,7 +228,7 @@ def text_of(found: dict[str, Any]) -> str:
         ["changed", *(f"{model}, {WEIGHTS[sparsity]}" for model, sparsity in settings)],
         [[VARIANTS[name].what, *(cells.get((*s, name), "") for s in settings)] for name in names],
     )
-    return f"{table}\n\nPerplexity (KL to the original) of {accuracy.caption_of(found)}"
+    return f"{table}\n\nPerplexity (KL to the original) of {accuracy.caption_of(found['meta'], rows)}"
 
 
 if __name__ == "__main__":

@@ -4,7 +4,8 @@
     python bench/accuracy.py --methods two-pass one-loop     these only
     python bench/accuracy.py --json bench/results/accuracy.json    rows of other methods and models stay there
     python bench/accuracy.py --model DIRECTORY --json ...    another model, such as bench/train.py makes
-    python bench/accuracy.py --readme bench/results/accuracy.json  puts the table of a finished run into README.md
+    python bench/accuracy.py --readme bench/results/accuracy.json  puts the table of the embedded model into README.md,
+                                                             those of others into bench/README.md
 
 Setting: 24 windows of 512 tokens drawn from the first half for calibration, the first 24 windows of the second half for
 evaluation, float32, symmetric INT4, group 64, damping 1 %, blocks in sequence; "+refit" also trains them. auto-3.75 is
@@ -79,7 +80,9 @@ def main() -> None:
     add_options(parser, "README.md")
     args = parser.parse_args()
     if args.readme:
-        readme.replace_text("accuracy", text_of(json.loads(args.readme.read_text(encoding="utf-8"))))
+        first, *others = by_model(rows_of(found := json.loads(args.readme.read_text(encoding="utf-8"))))
+        readme.replace_text("accuracy", text_of(found, [first]))
+        readme.replace_text("accuracy", text_of(found, others) if others else "", readme.OF_BENCHMARKS)
         return
     order = [*METHODS]
     try:
@@ -260,17 +263,16 @@ def line_of(row: dict[str, Any]) -> str:
     )
 
 
-def text_of(found: dict[str, Any]) -> str:
-    """What README.md says of a file that ``--json`` has written: a table per model, and a caption for all of them.
+def text_of(found: dict[str, Any], models: Sequence[str]) -> str:
+    """What a README says of a file that ``--json`` has written: a table and a caption for each of these models.
 
     Not the minutes: the file does not say what else ran on the machine.
     """
-    models = by_model(rows_of(found))
-    tables = [
-        (f"**{model}**\n\n" if len(models) > 1 else "") + readme.table(COLUMNS, [_cells(r) for r in rows])
-        for model, rows in models.items()
-    ]
-    return "\n\n".join([*tables, caption_of(found)])
+    rows = by_model(rows_of(found))
+    return "\n\n".join(
+        f"{readme.table(COLUMNS, [_cells(r) for r in rows[model]])}\n\n{caption_of(found['meta'], rows[model])}"
+        for model in models
+    )
 
 
 def by_model(rows: Sequence[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
@@ -279,9 +281,8 @@ def by_model(rows: Sequence[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
     return {name: [r for r in rows if r["model"] == name] for name in names}
 
 
-def caption_of(found: dict[str, Any]) -> str:
+def caption_of(meta: dict[str, Any], rows: Sequence[dict[str, Any]]) -> str:
     """Of which models, on what and where, and of which commits: below a table."""
-    meta, rows = found["meta"], rows_of(found)
     models = " and ".join(by_model(rows))
     commits = ", ".join(dict.fromkeys(str(r["commit"])[:9] for r in rows))
     return (

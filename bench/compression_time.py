@@ -173,8 +173,8 @@ def text_of(found: dict[str, Any]) -> str:
     again = " Compressed once more, each gave the same bits." if all(r.same_bits for r in rows) else ""
     return (
         f"{readme.table(['shape', 'method', 'minutes', 'GB'], lines)}\n\n2:4 INT4 group {meta['group_size']}, random "
-        f"weights, calibrated on {tokens} tokens: extrapolated from {blocks} blocks; GB are the most that the GPU held, "
-        f"the model included.{again} {meta['gpu']}, torch {meta['versions']['torch']}, commit {meta['commit']}, "
+        f"weights, calibrated on {tokens} tokens: extrapolated from {blocks} blocks; GB: the most that the GPU held, "
+        f"model included.{again} {meta['gpu']}, torch {meta['versions']['torch']}, commit {meta['commit']}, "
         f"{meta['date'][:10]}."
     )
 

@@ -394,15 +394,18 @@ def text_of(found: dict[str, Any]) -> str:
     A step in eager mode takes as long as the host needs to launch it, and its times scatter: they get one range.
     """
     meta, rows = found["meta"], [Measurement(**row) for row in found["rows"]]
-    cells = {(r.mode, r.batch, r.prompt, r.weights): r for r in rows}
-    settings = dict.fromkeys((r.mode, r.batch, r.prompt) for r in rows if r.mode != "eager")
-    lines = []
-    for setting in settings:
-        of_setting = {kind: cells[(*setting, kind)] for kind in WEIGHTS if (*setting, kind) in cells}
-        times = [f"{r.decode_ms:.2f}" if (r := of_setting.get(kind)) else "" for kind in WEIGHTS] + [
-            f"{r.prefill_ms:.1f}" if (r := of_setting.get(kind)) else "" for kind in WEIGHTS
+    cells: dict[tuple[str, int, int], dict[str, Measurement]] = {}
+    for r in rows:
+        cells.setdefault((r.mode, r.batch, r.prompt), {})[r.weights] = r
+    lines = [
+        [
+            *map(str, setting),
+            *(f"{of_setting[k].decode_ms:.2f}" if k in of_setting else "" for k in WEIGHTS),
+            *(f"{of_setting[k].prefill_ms:.1f}" if k in of_setting else "" for k in WEIGHTS),
         ]
-        lines.append([*map(str, setting), *times])
+        for setting, of_setting in cells.items()
+        if setting[0] != "eager"
+    ]
     columns = ["mode", "batch", "prompt", *(f"step, {k}" for k in WEIGHTS), *(f"prefill, {k}" for k in WEIGHTS)]
     eager = [r.decode_ms for r in rows if r.mode == "eager"]
     host = f" A step in eager mode: {min(eager):.0f} to {max(eager):.0f} ms, the host's." if eager else ""
@@ -410,7 +413,7 @@ def text_of(found: dict[str, Any]) -> str:
     versions = meta["versions"]
     return (
         f"{readme.table(columns, lines)}\n\nMilliseconds of {meta['model']} with random weights: a step of the whole "
-        f"batch, and the prefill of its prompts. GB of weights, embeddings and head included: {sizes}. {host.strip()} "
+        f"batch, and the prefill of its prompts. GB of weights, embeddings and head included: {sizes}.{host} "
         f"{meta['gpu']}, {meta['dtype']}, INT{meta['bits']} group {meta['group_size']}, torch {versions['torch']}, "
         f"transformers {versions['transformers']}, commit {meta['commit']}, {meta['date'][:10]}."
     )

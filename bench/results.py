@@ -160,11 +160,12 @@ def merge(old: Results | None, new: Results) -> Results:
         merged = {_subject(e): e for e in [*kept, *new.meta.get(name, [])]}
         meta[name] = list(merged.values())
     if "cusparselt" in old.meta:  # lists of N, K, dtype, M and an algorithm
-        now = meta.get("cusparselt", {})
-        known = {tuple(e[:4]) for entries in now.values() for e in entries}
+        before, now = old.meta["cusparselt"], meta.get("cusparselt", {})
+        known = {tuple(e[:4]) for e in now.get("best", [])}
+        crashed = [*before["crashed"], *now.get("crashed", [])]  # what has crashed is not tried again
         meta["cusparselt"] = {
-            kind: [*(e for e in entries if tuple(e[:4]) not in known), *now.get(kind, [])]
-            for kind, entries in old.meta["cusparselt"].items()
+            "best": [*(e for e in before["best"] if tuple(e[:4]) not in known), *now.get("best", [])],
+            "crashed": [e for i, e in enumerate(crashed) if e not in crashed[:i]],
         }
     earlier = {k: old.meta[k] for k in KEPT_OF_EARLIER_RUNS if k in old.meta}
     meta["earlier_runs"] = [*old.meta.get("earlier_runs", []), earlier]

@@ -17,13 +17,14 @@ RESULTS = Path(accuracy.__file__).parent / "results" / "accuracy.json"
 
 
 def test_readme_shows_the_committed_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    before = readme.README.read_text(encoding="utf-8")
-    copy = tmp_path / "README.md"
-    copy.write_text(before, encoding="utf-8")
-    monkeypatch.setattr(readme, "README", copy)
+    before = {name: getattr(readme, name).read_text(encoding="utf-8") for name in ("README", "OF_BENCHMARKS")}
+    for name, text in before.items():
+        (tmp_path / name).write_text(text, encoding="utf-8")
+        monkeypatch.setattr(readme, name, tmp_path / name)
     monkeypatch.setattr("sys.argv", ["accuracy.py", "--readme", str(RESULTS)])
     accuracy.main()
-    assert copy.read_text(encoding="utf-8") == before, f"run bench/accuracy.py --readme {RESULTS}"
+    for name, text in before.items():
+        assert (tmp_path / name).read_text(encoding="utf-8") == text, f"run bench/accuracy.py --readme {RESULTS}"
 
 
 def test_every_row_is_a_known_method_in_its_place() -> None:
@@ -32,9 +33,10 @@ def test_every_row_is_a_known_method_in_its_place() -> None:
         names = [r["method"] for r in rows]
         assert names == [m for m in accuracy.METHODS for _ in range(names.count(m))]
     rows = accuracy.rows_of(found)
-    text = accuracy.text_of({**found, "rows": rows[:1]})
+    row = rows[0]
+    text = accuracy.text_of({**found, "rows": [row]}, [row["model"]])
     assert "minutes" not in text
-    assert f"\n| original |  | float32 | 32.00 | {rows[0]['perplexity']:.2f} | 0.000 | 100.0% |\n" in text
+    assert f"\n| original |  | float32 | 32.00 | {row['perplexity']:.2f} | 0.000 | 100.0% |\n" in text
     assert "windows of 512 tokens of the first half" in text and "evaluated on 24 of the second" in text
 
 
@@ -42,14 +44,13 @@ def test_models_have_a_table_each() -> None:
     found = json.loads(RESULTS.read_text(encoding="utf-8"))
     rows = accuracy.rows_of(found)[:2]
     other = [{**r, "model": "another", "perplexity": 77.123} for r in rows]
-    one = accuracy.text_of({**found, "rows": rows})
-    both = accuracy.text_of({**found, "rows": [*other, *rows]})
+    both = {**found, "rows": [*other, *rows]}
     name = rows[0]["model"]
-    assert "**" not in one
-    assert both.index(f"**{name}**") < both.index("**another**")  # the one that is embedded comes first
-    first, second = both.split("**another**")
-    assert "77.12" not in first and second.count("77.12") == 2
-    assert f"{name} and another, group 64" in second and name not in first.replace(f"**{name}**", "")
+    assert accuracy.text_of(both, [name]) == accuracy.text_of({**found, "rows": rows}, [name])
+    second = accuracy.text_of(both, ["another"])
+    assert second.count("77.12") == 2 and "\n\nanother, group 64" in second and name not in second
+    named = [{**r, "model": model} for model in ("a-model", "smollm2-135m-instruct") for r in rows]
+    assert list(accuracy.by_model(named)) == ["smollm2-135m-instruct", "a-model"]  # the one that is embedded first
 
 
 def test_program_keeps_the_rows_of_other_models(

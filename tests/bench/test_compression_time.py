@@ -11,6 +11,7 @@ from typing import Any
 import compression_time
 import model
 import pytest
+import readme
 import torch
 
 from sparse_marlin.compression import pipeline, refit
@@ -100,3 +101,16 @@ def test_mistakes(arguments: list[str], message: str, capsys: pytest.CaptureFixt
     with pytest.raises(SystemExit, match="2"):
         compression_time.main([*arguments, "--device", "cpu"])
     assert re.search(message, capsys.readouterr().err)
+
+
+def test_readme_shows_the_committed_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = readme.README.read_text(encoding="utf-8")
+    committed = Path(compression_time.__file__).parent / "results" / "h200" / "compression.json"
+    monkeypatch.setattr(readme, "README", tmp_path / "README.md")
+    readme.README.write_text(before, encoding="utf-8")
+    assert compression_time.main(["--readme", str(committed)]) == 0
+    assert readme.README.read_text(encoding="utf-8") == before, f"run bench/compression_time.py --readme {committed}"
+    found = json.loads(committed.read_text(encoding="utf-8"))
+    assert "gave the same bits" in compression_time.text_of(found)
+    found["rows"][0]["same_bits"] = None
+    assert "gave the same bits" not in compression_time.text_of(found)

@@ -102,9 +102,9 @@ def test_merge_of_notes() -> None:
 def test_merge_of_algorithms() -> None:
     a, b = [16, 32, "float16", 1], [16, 32, "float16", 8]
     meta = {"commit": "c", "gpu": "g", "cusparselt": {"best": [[*a, 1], [*b, 2]], "crashed": [[*a, 5], [*b, 6]]}}
-    later = {"commit": "c", "gpu": "g", "cusparselt": {"best": [[*b, 3]], "crashed": []}}
+    later = {"commit": "c", "gpu": "g", "cusparselt": {"best": [[*b, 3]], "crashed": [[*b, 6], [*b, 7]]}}
     merged = results.merge(Results(meta, []), Results(later, [])).meta["cusparselt"]
-    assert merged == {"best": [[*a, 1], [*b, 3]], "crashed": [[*a, 5]]}
+    assert merged == {"best": [[*a, 1], [*b, 3]], "crashed": [[*a, 5], [*b, 6], [*b, 7]]}  # not tried again
     without = results.merge(Results(meta, []), Results({"commit": "c", "gpu": "g"}, [])).meta["cusparselt"]
     assert without == meta["cusparselt"]
 
