@@ -1,28 +1,16 @@
 """``sparsity="auto"``: the layers that 2:4 hurts most stay dense, so that a size or a loss is met.
 
-How much each structure of a layer costs is estimated from one pass forward and one backward through the original model.
-Forward, each block's layers are solved both ways, 2:4 and dense, with the Hessians of the original model's inputs.
-Backward, over the windows that are held out, labels are sampled from the model's own distribution, and the gradient g
-of their loss with respect to a layer's output meets the error dy = (W' - W) x that the solved weight makes there. To
-second order the loss grows by half of ``dy^T F dy`` with the Fisher information F, the expectation of ``g g^T`` (as in
-WoodFisher, arXiv 2004.14340, and in mixed precision by HAWQ-V2, 1911.03852); here ``1/2 sum (g . dy)^2`` over the
-tokens, divided by their number. Both directions go a block at a time: besides the model, memory holds one block's
-activations, the hidden states between the blocks for the held-out windows, and the packed weights of both structures.
-Swapping single layers and measuring is the alternative; it takes a pass through half of the model per layer and
-structure, which is many times this for a model of hundreds of layers. On SmolLM2-135M, INT4 with groups of 64, eight
-sets of layers swapped alone diverged from the original by what was estimated, give or take a quarter in most cases and
-a factor of 2 at worst; estimates for all layers dense added up to 0.176 nats per token, and 0.183 were measured.
-
 Layers that are fed the very same tensor within one module (q, k and v; gate and up) get one structure, since engines
-fuse them. Sets of layers are ordered by the loss that being dense saves per bit that it costs, and dense ones are taken
-from the start of that order: a knapsack by ratio. The estimates rank the sets. How they add up is measured: on mixes of
-the solved layers along the order, which make the curve, and on what is compressed in the end, whose ratio to the curve
-corrects it: a layer that is compressed in its place also makes up for the layers before it.
+fuse them. Sets of layers are ordered by the loss that being dense saves (which :mod:`.sensitivity` estimates) per bit
+that it costs, and dense ones are taken from the start of that order: a knapsack by ratio. The estimates rank the sets.
+How they add up is measured: on mixes of the solved layers along the order, which make the curve, and on what is
+compressed in the end, whose ratio to the curve corrects it: a layer that is compressed in its place also makes up for
+the layers before it.
 
 ``target_bits`` takes one compression after that. ``max_loss_increase`` compresses, measures the loss on the held-out
 windows and chooses again, by the measured ratio to the curve, until it is met within 5 % or no set of layers lies in
-between: :data:`MAX_RUNS` compressions at most. The rest (solving both structures, and some
-passes over a quarter of the windows) costs about as much as one more.
+between: :data:`MAX_RUNS` compressions at most. The rest, solving both structures and some passes over a quarter of the
+windows, costs about as much as one more.
 
 The last quarter of the calibration windows is held out: nothing is calibrated on it, and all losses are means over the
 tokens that it predicts.
@@ -37,8 +25,7 @@ import logging
 import math
 import sys
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import closing, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -46,24 +33,18 @@ from typing import Any
 import torch
 from rich.console import Console
 from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.functional import cross_entropy
-from tqdm import tqdm
 
 from ..dispatch import RECORDED, recorded_us
 from ..linear import CompressedLinear
-from ..packed import PackedWeight
 from ..scheme import Scheme
 from . import refit as refitting
-from .blocks import call, capture, moved, run, without_blocks
 from .calibration import calibration_windows
 from .hessian import NonFiniteError
-from .moments import collect
 from .permutation import Permuted, annotated, permute_channels
 from .pipeline import patch_model
 from .report import Mix, Report, Sensitivity, Structure, curve_table
+from .sensitivity import Probe, Variants, estimate, solve_both
 from .solve import METHODS_24, METHODS_DENSE
-from .stages import solve_stage
 from .store import Store, write
 from .targets import Target, choose_targets, decoder_blocks, linear_at, memory_need, patterns
 
@@ -73,7 +54,6 @@ HELD_OUT = 4  # one window of so many
 _POINTS = 9  # of the curve, and one mix in two of them is measured
 _BATCHES = (1, 16)  # sequences of a decoding step
 _GPU = "h200"
-_ROWS = 128  # positions whose float32 logits exist at once, where no gradient passes
 
 log = logging.getLogger("sparse_marlin")
 
@@ -152,7 +132,17 @@ def patch_auto(
         found = None if directory is None else _load(directory / "structure.json")
         if found is None:
             variants = solve_both(
-                model, prefix, blocks, sizes, calibrating, damping, on_nonfinite, stores, device, progress
+                model,
+                prefix,
+                blocks,
+                sparse,
+                sizes.dense_targets,
+                calibrating,
+                damping,
+                on_nonfinite,
+                stores,
+                device,
+                progress,
             )
             found = measure(probe, variants, sizes, seed)
             if directory is not None:
@@ -318,145 +308,6 @@ def _memory_need(
     )
 
 
-Variants = dict[str, tuple[PackedWeight, PackedWeight]]  # 2:4 and dense
-
-
-def solve_both(
-    model: nn.Module,
-    prefix: str,
-    blocks: nn.ModuleList,
-    sizes: Sizes,
-    windows: list[Tensor],
-    damping: float,
-    on_nonfinite: str,
-    stores: list[Store],
-    device: torch.device | str | None,
-    progress: bool,
-) -> Variants:
-    """Every target 2:4 and dense, on the CPU, each calibrated on its inputs in the original model."""
-    variants: Variants = {}
-    hidden, calls = capture(model, blocks, windows, device)
-    for index, block in enumerate(tqdm(blocks, desc="solving both structures", unit="block", disable=not progress)):
-        mine = [
-            [t for t in targets if t.name.startswith(f"{prefix}.{index}.")]
-            for targets in (sizes.sparse_targets, sizes.dense_targets)
-        ]
-        with moved(block, device) as where:
-            done = [store.load(index) for store in stores] or [None, None]
-            if None in done:
-                collected = collect(model, block, mine[0], hidden, calls[index], None, where, on_nonfinite)
-                done = [solve_stage(model, targets, collected, "one-shot", damping, False) for targets in mine]
-                for store, results in zip(stores, done, strict=False):
-                    store.save(index, results or [])
-            for pair in zip(*(results or [] for results in done), strict=True):
-                packed = [result.packed for result in pair]
-                assert packed[0] is not None and packed[1] is not None
-                variants[pair[0].report.name] = packed[0].to("cpu"), packed[1].to("cpu")
-            if index + 1 < len(blocks):
-                for i, how in enumerate(calls[index]):
-                    hidden[i] = run(block, hidden[i], how, where)
-        calls[index].clear()
-    return variants
-
-
-class Fed:
-    """Notes what Linears are fed and put out while a block runs."""
-
-    def __init__(self, model: nn.Module, names: list[str]) -> None:
-        self.calls: list[tuple[str, Tensor, Tensor]] = []
-        self._hooks = [
-            model.get_submodule(name).register_forward_hook(
-                lambda _module, args, kwargs, out, name=name: self._note(
-                    name, args[0] if args else kwargs["input"], out
-                ),
-                with_kwargs=True,
-            )
-            for name in names
-        ]
-
-    def _note(self, name: str, x: Tensor, out: Tensor) -> Tensor:
-        self.calls.append((name, x, out))
-        return out.clone()  # what follows may change its input in place
-
-    def close(self) -> None:
-        for hook in self._hooks:
-            hook.remove()
-
-
-class Probe:
-    """The held-out windows, and how the model calls its blocks for them.
-
-    A loss is the mean over the predicted tokens, in nats; blocks are moved to ``device`` one at a time.
-    """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        prefix: str,
-        blocks: nn.ModuleList,
-        windows: list[Tensor],
-        device: torch.device | str | None,
-        progress: bool,
-    ) -> None:
-        self.model, self.prefix, self.blocks, self.windows = model, prefix, blocks, windows
-        self.device, self.progress = device, progress
-        hidden, self.calls = capture(model, blocks, windows, device)
-        self.first = [x.cpu() for x in hidden]
-        self.tokens = sum(w.numel() - 1 for w in windows)
-        self._tails: list[tuple[Any, ...] | None] = [None] * len(blocks)
-
-    def loss(self, title: str, swapped: Callable[[int], Any] | None = None) -> float:
-        """The model's loss; ``swapped`` makes a context for each block."""
-        *_, last = self._states(title, swapped)
-        with without_blocks(self.model, self.blocks, self._tails, self.device) as logits:
-            pairs = zip(self.windows, last, strict=True)
-            return sum(float(_loss(logits(w, x), w[:, 1:])) for w, x in pairs) / self.tokens
-
-    def states(self) -> list[list[Tensor]]:
-        """The hidden states before each block and after the last, by block and window, on the CPU."""
-        return list(self._states("running the original model", None))
-
-    def _states(self, title: str, swapped: Callable[[int], Any] | None) -> Iterator[list[Tensor]]:
-        hidden = list(self.first)
-        yield hidden
-        for index, block in enumerate(tqdm(self.blocks, desc=title, unit="block", disable=not self.progress)):
-            with moved(block, self.device) as where, swapped(index) if swapped else nullcontext():
-                hidden = list(hidden)
-                for i, how in enumerate(self.calls[index]):
-                    x, self._tails[index] = call(block, hidden[i], how, where)
-                    hidden[i] = x.cpu()
-            yield hidden
-
-    def gradients(self, last: list[Tensor], seed: int) -> tuple[float, list[Tensor]]:
-        """The original model's loss, and gradients with respect to the hidden states after the last block.
-
-        These are of the summed loss for labels that are drawn from the model's own distribution.
-        """
-        total = 0.0
-        gradients: list[Tensor] = []
-        with without_blocks(self.model, self.blocks, self._tails, self.device) as logits:
-            generator: torch.Generator | None = None
-            for window, hidden in zip(self.windows, last, strict=True):
-                with torch.enable_grad():
-                    x = hidden.detach().requires_grad_()
-                    out = logits(window, x)
-                    if generator is None:
-                        generator = torch.Generator(out.device).manual_seed(seed)
-                    total += float(_loss(out.detach(), window[:, 1:]))
-                    if not math.isfinite(total):
-                        raise NonFiniteError("the original model's loss on the held-out windows is not finite")
-                    rows = (part.detach().float().softmax(1) for part in out[0, :-1].split(_ROWS))
-                    labels = torch.cat([torch.multinomial(p, 1, generator=generator) for p in rows])
-                    gradients += torch.autograd.grad(_loss(out, labels.T), x)
-        return total / self.tokens, gradients
-
-
-def _loss(logits: Tensor, labels: Tensor) -> Tensor:
-    """Summed negative log-likelihood of labels [1, T - 1] under logits [1, T, V]."""
-    parts = zip(logits[0, :-1].split(_ROWS), labels[0].to(logits.device).split(_ROWS), strict=True)
-    return torch.stack([cross_entropy(z.float(), y, reduction="sum").double() for z, y in parts]).sum()
-
-
 @dataclass(frozen=True)
 class Measured:
     """What is known of the original model.
@@ -488,19 +339,9 @@ def _load(file: Path) -> Measured | None:
 
 
 def measure(probe: Probe, variants: Variants, sizes: Sizes, seed: int) -> Measured:
-    """Estimates for every set of layers, and the losses of some mixes of them."""
-    states = probe.states()
-    loss, gradients = probe.gradients(states.pop(), seed)
-    squares: dict[tuple[str, ...], Tensor] = {}
-    for index in tqdm(range(len(states) - 1, -1, -1), desc="measuring sensitivities", disable=not probe.progress):
-        squares |= _sensitivities(probe, variants, index, states.pop(), gradients)
+    """Estimates for every set of layers, in the order in which they become dense, and the losses of some mixes."""
+    loss, groups = estimate(probe, variants, list(sizes.shapes), seed)
     order = {name: i for i, name in enumerate(sizes.shapes)}
-    groups = []
-    for names in _together(list(sizes.shapes), squares):
-        sparse, dense = sum(
-            (s for n, s in squares.items() if n[0] in names), torch.zeros(2, dtype=torch.float64)
-        ).tolist()
-        groups.append(Sensitivity(names, sparse / 2 / probe.tokens, dense / 2 / probe.tokens))
 
     def worth(g: Sensitivity) -> tuple[float, int]:
         extra = sizes.bits(g.layers, frozenset(g.layers)) - sizes.bits(g.layers, frozenset())
@@ -511,84 +352,12 @@ def measure(probe: Probe, variants: Variants, sizes: Sizes, seed: int) -> Measur
     for n in curve.evenly(1 + _POINTS // 2):
         dense = curve.prefix(n)
         mixed = {name: pair[name in dense] for name, pair in variants.items()}
-        increase = probe.loss(f"measuring {len(dense)} dense layers", _swapper(probe, mixed)) - loss
+        increase = probe.loss(f"measuring {len(dense)} dense layers", mixed) - loss
         if math.isfinite(increase):
             trials.append((n, increase))
     if len(trials) < 2:
         raise NonFiniteError("the losses of compressed mixes on the held-out windows are not finite")
     return Measured(loss, curve.groups, trials)
-
-
-def _sensitivities(
-    probe: Probe, variants: Variants, index: int, inputs: list[Tensor], gradients: list[Tensor]
-) -> dict[tuple[str, ...], Tensor]:
-    """Sums of squares of g . dy, 2:4 and dense, [2] float64, of the layers of a block that were fed the same tensors.
-
-    ``gradients`` are with respect to the block's outputs, and then to its inputs.
-    """
-    names = [n for n in variants if n.startswith(f"{probe.prefix}.{index}.")]
-    squares: dict[tuple[str, ...], Tensor] = {}
-    block = probe.blocks[index]
-    with moved(block, probe.device) as where, closing(Fed(probe.model, names)) as fed:
-        errors = {}
-        for name in names:
-            weight = linear_at(probe.model, name).weight.detach().float()
-            errors[name] = [p.to(where).dequantize(torch.float32).sub_(weight) for p in variants[name]]
-        for i, how in enumerate(probe.calls[index]):
-            # The backward passes of other attention kernels may add in any order.
-            with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):
-                x = inputs[i].to(where).detach().requires_grad_()
-                out = run(block, x, how, where)
-                calls, fed.calls = fed.calls, []
-                gradients[i], *gs = torch.autograd.grad(
-                    out, [x, *(y for _, _, y in calls)], gradients[i].to(where), allow_unused=True
-                )
-            gradients[i] = gradients[i].cpu()
-            found: dict[tuple[int, str], tuple[list[str], list[Tensor]]] = {}  # by tensor and module around
-            for (name, fed_with, _), g in zip(calls, gs, strict=True):
-                if g is None:  # what it put out was not used
-                    continue
-                rows, g = fed_with.detach().flatten(0, -2).float(), g.flatten(0, -2).float()
-                dot = torch.stack([((rows @ e.T) * g).sum(1) for e in errors[name]])
-                group, dots = found.setdefault((id(fed_with), name.rpartition(".")[0]), ([], []))
-                group.append(name)
-                dots.append(dot)
-            for group, dots in found.values():
-                square = sum(dots[1:], dots[0]).double().square().sum(1).cpu()
-                squares[tuple(group)] = squares.get(tuple(group), torch.zeros_like(square)) + square
-    return squares
-
-
-def _together(names: list[str], seen: Iterable[tuple[str, ...]]) -> list[tuple[str, ...]]:
-    """All layers in order, those that were seen together in one set.
-
-    Layers of one module that saw no token at all are one set, so that no two of them which an engine fuses differ.
-    """
-    of: dict[str, set[str]] = {}
-    for group in seen:
-        merged = set(group).union(*(of.get(n, ()) for n in group))
-        of.update(dict.fromkeys(merged, merged))
-    for name in names:
-        if name not in of:
-            of[name] = {n for n in names if n not in of and n.rpartition(".")[0] == name.rpartition(".")[0]}
-            of.update(dict.fromkeys(of[name], of[name]))
-    return list(dict.fromkeys(tuple(n for n in names if n in of[name]) for name in names))
-
-
-def _swapper(probe: Probe, mixed: dict[str, PackedWeight]) -> Callable[[int], Any]:
-    @contextmanager
-    def swapped(index: int) -> Iterator[None]:
-        linears = {n: linear_at(probe.model, n) for n in mixed if n.startswith(f"{probe.prefix}.{index}.")}
-        kept = {n: linear.weight.data for n, linear in linears.items()}
-        try:
-            for n, linear in linears.items():
-                linear.weight.data = mixed[n].to(linear.weight.device).dequantize(linear.weight.dtype)
-            yield
-        finally:
-            for n, linear in linears.items():
-                linear.weight.data = kept[n]
-
-    return swapped
 
 
 class Curve:

@@ -19,11 +19,12 @@ from torch import Tensor, nn
 
 import sparse_marlin
 from sparse_marlin import CompressedLinear, patch_model
-from sparse_marlin.compression import Report, refit, structure
+from sparse_marlin.compression import Report, refit, sensitivity, structure
 from sparse_marlin.compression.blocks import without_blocks
 from sparse_marlin.compression.calibration import calibration_windows, sample_tokens
 from sparse_marlin.compression.report import Sensitivity
-from sparse_marlin.compression.structure import Curve, Measured, Probe, Sizes, hold_out, measure, search, solve_both
+from sparse_marlin.compression.sensitivity import Probe, Variants, solve_both
+from sparse_marlin.compression.structure import Curve, Measured, Sizes, hold_out, measure, search
 from sparse_marlin.compression.targets import choose_targets, decoder_blocks
 from sparse_marlin.scheme import Scheme
 
@@ -43,6 +44,11 @@ def prepared(model: nn.Module, bits: int = 4) -> tuple[Probe, Sizes, list[Tensor
     targets, _ = choose_targets(model, prefix, [], [], Scheme(bits, 32, "2:4"), None)
     calibrating, held_out = hold_out([tiny.tokens(16)])
     return Probe(model, prefix, blocks, held_out, None, False), Sizes(model, targets), calibrating
+
+
+def both(probe: Probe, sizes: Sizes, calibrating: list[Tensor]) -> Variants:
+    targets = sizes.sparse_targets, sizes.dense_targets
+    return solve_both(probe.model, probe.prefix, probe.blocks, *targets, calibrating, 0.01, "raise", [], None, False)
 
 
 def plain_loss(model: nn.Module, windows: list[Tensor]) -> float:
@@ -74,15 +80,13 @@ def test_losses_are_those_of_the_model(build: Callable[[], nn.Module]) -> None:
     before = tiny.snapshot(model)
     probe, sizes, calibrating = prepared(model)
     assert probe.loss("") == pytest.approx(plain_loss(model, probe.windows), rel=1e-6)
-    variants = solve_both(
-        model, probe.prefix, probe.blocks, sizes, calibrating, 0.01, "raise", [], None, progress=False
-    )
+    variants = both(probe, sizes, calibrating)
     mixed = {name: pair[i % 2] for i, (name, pair) in enumerate(variants.items())}
     swapped = copy.deepcopy(model)
     for name, packed in mixed.items():
         swapped.get_submodule(name).weight.copy_(packed.dequantize(torch.float32))
     expected = plain_loss(swapped, probe.windows)
-    assert probe.loss("", structure._swapper(probe, mixed)) == pytest.approx(expected, rel=1e-6)
+    assert probe.loss("", mixed) == pytest.approx(expected, rel=1e-6)
     measure(probe, variants, sizes, 0)
     assert tiny.unchanged(model, before)
     patch_model(model, group_size=32, calibration=calibrating, progress=False)
@@ -95,9 +99,7 @@ def test_estimates_are_the_divergence_that_small_errors_cause() -> None:
     model = tiny.llama(layers=3)
     probe, sizes, calibrating = prepared(model, bits=8)
     probe = Probe(model, probe.prefix, probe.blocks, list(tiny.tokens(32).split(1)), None, False)
-    variants = solve_both(
-        model, probe.prefix, probe.blocks, sizes, calibrating, 0.01, "raise", [], None, progress=False
-    )
+    variants = both(probe, sizes, calibrating)
     variants = {name: (dense, dense) for name, (_, dense) in variants.items()}
     exact, tokens = copy.deepcopy(model).double(), torch.cat(probe.windows)
     truth = exact(input_ids=tokens).logits[:, :-1].log_softmax(2)
@@ -133,7 +135,7 @@ def test_gradients_are_those_of_the_whole_model() -> None:
 def test_layers_that_share_an_input_are_together() -> None:
     names = ["a.q", "a.k", "a.o", "b.gate", "b.up", "b.down", "e.gate", "e.up", "f.x"]
     seen = [("a.q", "a.k"), ("a.o",), ("b.gate",), ("b.up", "b.gate"), ("b.down",)]
-    together = structure._together(names, seen)
+    together = sensitivity._together(names, seen)
     assert together == [("a.q", "a.k"), ("a.o",), ("b.gate", "b.up"), ("b.down",), ("e.gate", "e.up"), ("f.x",)]
 
 
@@ -352,7 +354,7 @@ class Stop(BaseException):
     """Stands for control-C, an out-of-memory error, a lost machine."""
 
 
-STEPS = ["solve_stage", "_sensitivities", "_swapper", "patch_model"]
+STEPS = [(sensitivity, "solve_stage"), (sensitivity, "_squares"), (sensitivity, "_loss"), (structure, "patch_model")]
 
 
 @pytest.mark.parametrize("target", [{"target_bits": 4.0}, {"max_loss_increase": 0.6}], ids=str)
@@ -363,10 +365,10 @@ def test_an_interrupted_choice_resumes_to_the_same_bits(
     report = auto(expected, **target, calibration=own_windows())
     torch.manual_seed(99)
     assert auto(again, **target, calibration=own_windows()) == report and same_state(again, expected)
-    for name in STEPS:
+    for module, name in STEPS:
         calls = []
         with monkeypatch.context() as patch:
-            original = getattr(structure, name)
+            original = getattr(module, name)
 
             def stopping(*args: Any, original: Any = original, calls: list[int] = calls, **kwargs: Any) -> Any:
                 calls.append(1)
@@ -374,7 +376,7 @@ def test_an_interrupted_choice_resumes_to_the_same_bits(
                     raise Stop
                 return original(*args, **kwargs)
 
-            patch.setattr(structure, name, stopping)
+            patch.setattr(module, name, stopping)
             with pytest.raises(Stop):
                 auto(tiny.llama(), checkpoint_dir=tmp_path, **target, calibration=own_windows())
     resumed = tiny.llama()
@@ -489,7 +491,7 @@ def test_held_out_windows_of_texts_are_not_calibrated_on() -> None:
 
 def test_mixes_whose_loss_is_not_finite_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     probe, sizes, calibrating = prepared(tiny.llama())
-    variants = solve_both(probe.model, probe.prefix, probe.blocks, sizes, calibrating, 0.01, "raise", [], None, False)
+    variants = both(probe, sizes, calibrating)
     real, calls = Probe.loss, []
 
     def loss(self: Probe, *args: Any) -> float:
