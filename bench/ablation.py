@@ -153,9 +153,9 @@ class FixedQuads(descent._Quads):
         self.allowed = kept[self._first] & kept[self._second]
         return super().choose(j, pull, old, latent, kept)
 
-    def costs(self, j: int, pull: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        x, y, cost = super().costs(j, pull)
-        return x, y, torch.where(self.allowed, cost, torch.inf)
+    def candidates(self, j: int, pull: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        first, second, error = super().candidates(j, pull)
+        return first, second, torch.where(self.allowed, error, torch.inf)
 
 
 def stored_order(hessian: Tensor, width: int) -> Tensor:
@@ -167,7 +167,7 @@ VARIANTS = {
     BASE: Variant("one-shot, as it is"),
     "largest-scales": Variant("scales from the largest weight", ((solve, "fit_scales", largest_scales),)),
     "unweighted-scales": Variant("scales by the plain squared error", ((solve, "fit_scales", unweighted_scales),)),
-    "same-scales": Variant("scales not fitted to the final integers", ((solve, "refit_scales", same_scales),)),
+    "same-scales": Variant("scales not fitted again", ((solve, "refit_scales", same_scales),)),
     "diagonal-mask": Variant("mask by SparseGPT's criterion", ((solve, "Pairs", DiagonalPairs),), dense=False),
     "column-mask": Variant(
         "... and its compensation, column after column", ((solve, "Pairs", ColumnPairs),), dense=False

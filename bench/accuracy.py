@@ -15,6 +15,7 @@ calibrated on the same windows, and measures its losses on a third as many more.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import copy
 import fcntl
 import json
@@ -23,7 +24,7 @@ import platform
 import resource
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -181,7 +182,7 @@ class Kept:
     def __init__(
         self, args: argparse.Namespace, script: str, key: Sequence[str], order: Mapping[str, Sequence[str]]
     ) -> None:
-        """Reads what earlier runs have left in the file.
+        """Begins the file, or goes on with it.
 
         Args:
             args: of the run.
@@ -205,7 +206,9 @@ class Kept:
             "window": WINDOW,
             "seed": args.seed,
         }
-        self._read()
+        with self._locked():
+            if self.path and not self._read():
+                self._write({})  # a run in another setting, begun meanwhile, is refused before its work
 
     def _read(self) -> dict[tuple[Any, ...], dict[str, Any]]:
         """What the file has now, by key."""
@@ -222,19 +225,29 @@ class Kept:
 
     def add(self, row: dict[str, Any]) -> None:
         """Adds a row, in the place of one with the same key, and writes the file; several runs may do so at once."""
-        if not self.path:
-            return
+        if self.path:
+            with self._locked():
+                self._write(self._read() | {self._key(row): row})
+
+    def _write(self, rows: dict[tuple[Any, ...], dict[str, Any]]) -> None:
         meta = {
             **self.setting,
             "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
             "command": results.command(self.script, sys.argv[1:]),
         }
+        results.write_json(self.path, meta, [rows[key] for key in sorted(rows, key=self._place)])
+
+    @contextlib.contextmanager
+    def _locked(self) -> Iterator[None]:
+        """Keeps other runs from the file: by the lock of its folder, since each writer replaces the file itself."""
+        if not self.path:
+            yield
+            return
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        folder = os.open(self.path.parent, os.O_RDONLY)  # the file itself is replaced by each writer
+        folder = os.open(self.path.parent, os.O_RDONLY)
         try:
             fcntl.flock(folder, fcntl.LOCK_EX)
-            rows = self._read() | {self._key(row): row}
-            results.write_json(self.path, meta, [rows[key] for key in sorted(rows, key=self._place)])
+            yield
         finally:
             os.close(folder)
 
@@ -284,12 +297,12 @@ def by_model(rows: Sequence[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
 def caption_of(meta: dict[str, Any], rows: Sequence[dict[str, Any]]) -> str:
     """Of which models, on what and where, and of which commits: below a table."""
     models = " and ".join(by_model(rows))
-    commits = ", ".join(dict.fromkeys(str(r["commit"])[:9] for r in rows))
+    commits = list(dict.fromkeys(str(r["commit"])[:9] for r in rows))
     return (
         f"{models}, group {meta['group_size']}, float32; calibrated on windows of {meta['window']} tokens of the first "
         f"half of {meta['text']}, evaluated on {meta['evaluation_windows']} of the second, seed {meta['seed']}. "
         f"{meta['device']}, torch {meta['torch']}, transformers {meta['transformers']}, "
-        f"commits {commits}, {meta['date'][:10]}."
+        f"commit{'s' * (len(commits) > 1)} {', '.join(commits)}, {meta['date'][:10]}."
     )
 
 

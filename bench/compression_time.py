@@ -170,10 +170,13 @@ def text_of(found: dict[str, Any]) -> str:
     lines = [[r.model, f"`{r.method}`", f"{r.whole_s / 60:.1f}", f"{r.whole_peak_gb:.1f}"] for r in rows]
     blocks = ", ".join(dict.fromkeys(f"{r.blocks} of {r.layers}" for r in rows))
     tokens = ", ".join(dict.fromkeys(str(r.tokens) for r in rows))
-    again = " Compressed once more, each gave the same bits." if all(r.same_bits for r in rows) else ""
+    same = [r.same_bits for r in rows]
+    again = " Compressed once more, some gave OTHER bits." if False in same else ""
+    if rows and all(same):
+        again = " Compressed once more, each gave the same bits."
     return (
-        f"{readme.table(['shape', 'method', 'minutes', 'GB'], lines)}\n\n2:4 INT4 group {meta['group_size']}, random "
-        f"weights, calibrated on {tokens} tokens: extrapolated from {blocks} blocks; GB: the most that the GPU held, "
+        f"{readme.table(['shape', 'method', 'minutes', 'GiB'], lines)}\n\n2:4 INT4 group {meta['group_size']}, random "
+        f"weights, calibrated on {tokens} tokens: extrapolated from {blocks} blocks; GiB: the most that the GPU held, "
         f"model included.{again} {meta['gpu']}, torch {meta['versions']['torch']}, commit {meta['commit']}, "
         f"{meta['date'][:10]}."
     )

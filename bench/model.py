@@ -389,10 +389,7 @@ def summary(rows: Sequence[Measurement]) -> str:
 
 
 def text_of(found: dict[str, Any]) -> str:
-    """What README.md says of a file that ``--json`` has written.
-
-    A step in eager mode takes as long as the host needs to launch it, and its times scatter: they get one range.
-    """
+    """What README.md says of a file that ``--json`` has written."""
     meta, rows = found["meta"], [Measurement(**row) for row in found["rows"]]
     cells: dict[tuple[str, int, int], dict[str, Measurement]] = {}
     for r in rows:
@@ -404,16 +401,13 @@ def text_of(found: dict[str, Any]) -> str:
             *(f"{of_setting[k].prefill_ms:.1f}" if k in of_setting else "" for k in WEIGHTS),
         ]
         for setting, of_setting in cells.items()
-        if setting[0] != "eager"
     ]
     columns = ["mode", "batch", "prompt", *(f"step, {k}" for k in WEIGHTS), *(f"prefill, {k}" for k in WEIGHTS)]
-    eager = [r.decode_ms for r in rows if r.mode == "eager"]
-    host = f" A step in eager mode: {min(eager):.0f} to {max(eager):.0f} ms, the host's." if eager else ""
     sizes = ", ".join(f"{kind} {size:.1f}" for kind, size in meta["weights_gb"].items())
     versions = meta["versions"]
     return (
         f"{readme.table(columns, lines)}\n\nMilliseconds of {meta['model']} with random weights: a step of the whole "
-        f"batch, and the prefill of its prompts. GB of weights, embeddings and head included: {sizes}.{host} "
+        f"batch, and the prefill of its prompts. GiB of weights, embeddings and head included: {sizes}. "
         f"{meta['gpu']}, {meta['dtype']}, INT{meta['bits']} group {meta['group_size']}, torch {versions['torch']}, "
         f"transformers {versions['transformers']}, commit {meta['commit']}, {meta['date'][:10]}."
     )

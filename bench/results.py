@@ -162,9 +162,9 @@ def merge(old: Results | None, new: Results) -> Results:
     if "cusparselt" in old.meta:  # lists of N, K, dtype, M and an algorithm
         before, now = old.meta["cusparselt"], meta.get("cusparselt", {})
         known = {tuple(e[:4]) for e in now.get("best", [])}
-        crashed = [*before["crashed"], *now.get("crashed", [])]  # what has crashed is not tried again
+        crashed = [*before.get("crashed", []), *now.get("crashed", [])]  # what has crashed is not tried again
         meta["cusparselt"] = {
-            "best": [*(e for e in before["best"] if tuple(e[:4]) not in known), *now.get("best", [])],
+            "best": [*(e for e in before.get("best", []) if tuple(e[:4]) not in known), *now.get("best", [])],
             "crashed": [e for i, e in enumerate(crashed) if e not in crashed[:i]],
         }
     earlier = {k: old.meta[k] for k in KEPT_OF_EARLIER_RUNS if k in old.meta}

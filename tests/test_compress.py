@@ -88,7 +88,8 @@ def test_a_layer_of_any_dtype(setting: dict, dtype: torch.dtype, calibrated: boo
     assert layer.scales.dtype == dtype
     assert layer.bias is not None and torch.equal(layer.bias, original.bias)
     assert all(torch.equal(t, before[n]) for n, t in original.state_dict().items())
-    assert output_error(layer, original, torch.randn(64, 256)) < {("2:4", 4): 0.65, ("2:4", 8): 0.65}.get(
+    # On other inputs than those it is calibrated on, which are fewer than its columns: one scale per channel fits them.
+    assert output_error(layer, original, torch.randn(64, 256)) < {("2:4", 4): 0.65, ("2:4", 8): 0.6}.get(
         (setting["sparsity"], setting["bits"]), 0.2 if setting["bits"] == 4 else 0.02
     )
 

@@ -22,6 +22,7 @@ from torch import Tensor
 from ..linear import Adapter
 from ..packed import PackedWeight
 from ..scheme import AdapterScheme, Scheme
+from .hessian import damped
 from .solve import PRUNE_ONLY, Solution, compress_weight
 
 _ROUNDS = 2  # how often the weight is solved; a third time takes a tenth off the squared error
@@ -78,7 +79,8 @@ def compress_with_adapters(
     solution = compress_weight(target, hessian, scheme, method, damping)
     if not any(adapter for _, adapter in layers):
         return solution, [None] * len(layers)
-    metric = _damped(target, hessian, damping)
+    known = hessian is not None and hessian.diagonal().any()
+    metric = damped(hessian, damping) if known else torch.eye(target.shape[1], device=target.device)  # type: ignore[arg-type]
     sizes = [rows for rows, _ in layers]
     for _ in range(_ROUNDS - 1):
         left = target.clone()
@@ -120,14 +122,6 @@ def _eigenvectors(matrix: Tensor) -> Tensor:
     except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
         vectors = torch.linalg.eigh(matrix.double())[1].to(matrix.dtype)
     return vectors
-
-
-def _damped(target: Tensor, hessian: Tensor | None, damping: float) -> Tensor:
-    if hessian is None or not hessian.diagonal().any():
-        return torch.eye(target.shape[1], device=target.device)
-    metric = hessian.clone()
-    metric.diagonal().add_(damping * hessian.diagonal().mean())
-    return metric
 
 
 def _fit(error: Tensor, metric: Tensor, adapter: AdapterScheme, dtype: torch.dtype, damping: float) -> Adapter:

@@ -3,7 +3,7 @@
 The solver walks through the columns once, and each choice can only be answered by the columns that are still to come.
 Here every weight is on its grid already. One coordinate after the other, a single weight or a quad whose mask may
 change, takes the values that are best for the squared error of the layer's output with all others fixed (as QuantEase,
-arXiv 2309.01885, does for quantization). The error falls with every change.
+arXiv 2309.01885, does for quantization). No change makes the error larger.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from ..scheme import Scheme
 
 PAIRS = ((0, 1), (0, 2), (0, 3), (1, 2), (1, 3), (2, 3))  # of a quad
 _BLOCK = 128  # columns that hear of each other's changes at once; the rest of the matrix does once per block
-_LEAST_GAIN = 1e-6  # of a coordinate's part of the error, for a change: less may be rounding
 
 
 def descend(
@@ -35,13 +34,13 @@ def descend(
     Returns:
         The new latent and mask.
     """
-    grid = _Grid(scheme, scales, order)
-    h = hessian[order.unsqueeze(1), order]
-    latents = latent.T[order].contiguous()  # one column is one run of memory
-    kept = None if mask is None else mask.T[order].contiguous()
+    grid = Grid(scheme, scales, order)
+    h = hessian[order.unsqueeze(1), order] / hessian.diagonal().mean()  # whatever the inputs' unit, no overflow
+    latents = latent.T.index_select(0, order)  # one column is one run of memory
+    kept = None if mask is None else mask.T.index_select(0, order)
     quads = None if mask is None else _Quads(grid, h)
     values = grid.value(slice(None), latents)
-    force = h @ (w.T[order] - values)  # [K, N]: half the error's slope, downwards
+    force = h @ (w.T.index_select(0, order) - values)  # [K, N]: half the error's slope, downwards
     width = 1 if quads is None else 4
     for start in range(0, len(h), _BLOCK):
         end = min(start + _BLOCK, len(h))
@@ -58,12 +57,19 @@ def descend(
             moved[here] = grid.value(start + i, latents[there]) - old
             block[i + width :].addmm_(own[here, i + width :].T, moved[here], alpha=-1)
         force[end:].addmm_(h[start:end, end:].T, moved, alpha=-1)
+    del values, force
     back = order.argsort()
-    return latents[back].T.contiguous(), None if kept is None else kept[back].T.contiguous()
+    return latents.T.index_select(1, back), None if kept is None else kept.T.index_select(1, back)
 
 
-class _Grid:
-    """What the columns, in the order in which they are visited, can be."""
+class Grid:
+    """What columns can be, which come in some order: multiples of their groups' scales.
+
+    Args:
+        scheme: where the groups are, and the integers.
+        scales: [N, G].
+        order: [K] of the columns.
+    """
 
     def __init__(self, scheme: Scheme, scales: Tensor, order: Tensor) -> None:
         self._groups = (torch.zeros_like(order) if scheme.group_size == -1 else order // scheme.group_size).tolist()
@@ -72,37 +78,37 @@ class _Grid:
         self._low, self._high = -scheme.zero_code, scheme.max_code - scheme.zero_code
 
     def inverse(self, j: int) -> Tensor:
-        """[N] one over the scales of column j; zero for zero."""
+        """[N] one over the scales of the j-th column; zero for zero."""
         return self._inverse[self._groups[j]]
 
     def clamp(self, latent: Tensor) -> Tensor:
         return latent.clamp_(self._low, self._high)
 
     def value(self, j: int | slice, latent: Tensor) -> Tensor:
-        """What latents in column j, or in its quad, or in these columns, come back as."""
+        """What latents in the j-th column, or in its quad, or in these columns, come back as."""
         return self.clamp(latent.round()).mul_(self._scales[self._groups[j]])
 
 
 class _Quads:
     """Chooses which two weights of a quad are kept, and their values.
 
-    Of each pair one weight is rounded, and the other one makes the best of it: either way round, so that there are
-    twelve candidates.
+    Of each pair the first weight is rounded, and the second one makes the best of it.
 
     Args:
         grid: of the columns.
         h: [K, K], in the same order.
     """
 
-    def __init__(self, grid: _Grid, h: Tensor) -> None:
+    def __init__(self, grid: Grid, h: Tensor) -> None:
         self._grid = grid
-        self._first, self._second = torch.tensor([*PAIRS, *(p[::-1] for p in PAIRS)], device=h.device).T.contiguous()
+        self._first, self._second = torch.tensor(PAIRS, device=h.device).T.contiguous()
         self._curvature = torch.stack([h[i : i + 4, i : i + 4] for i in range(0, len(h), 4)])  # [K/4, 4, 4]
         self._pp, self._qq, self._pq = (
-            self._curvature[:, a, b].unsqueeze(2)  # [K/4, 12, 1]
+            self._curvature[:, a, b].unsqueeze(2)  # [K/4, 6, 1]
             for a, b in ((self._first,) * 2, (self._second,) * 2, (self._first, self._second))
         )
-        self._determinant = self._pp * self._qq - self._pq.square()
+        determinant = self._pp.double() * self._qq.double() - self._pq.double().square()
+        self._own, self._other = (self._qq / determinant).float(), (self._pq / determinant).float()
 
     def choose(self, j: int, pull: Tensor, old: Tensor, latent: Tensor, kept: Tensor) -> tuple[Tensor, Tensor]:
         """New latents and mask of the quad that begins with column j; the present ones where none is better.
@@ -113,22 +119,24 @@ class _Quads:
             old: [4, N] their values.
             latent, kept: [4, N], what is there.
         """
-        x, y, costs = self.costs(j, pull)
+        first, second, costs = self.candidates(j, pull)
         cost, best = costs.min(0, keepdim=True)
-        now = (old * torch.addmm(pull, self._curvature[j // 4], old, beta=-2)).sum(0)
-        better = cost < now - _LEAST_GAIN * now.abs()
+        better = cost < (old * torch.addmm(pull, self._curvature[j // 4], old, beta=-2)).sum(0)
         at = torch.cat([self._first[best], self._second[best]])
-        found = torch.zeros_like(latent).scatter_(0, at, torch.cat([x.gather(0, best), y.gather(0, best)]))
+        found = torch.zeros_like(latent).scatter_(0, at, torch.cat([first.gather(0, best), second.gather(0, best)]))
         chosen = torch.zeros_like(kept).scatter_(0, at, True)
         return torch.where(better, found, latent), torch.where(better, chosen, kept)
 
-    def costs(self, j: int, pull: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The twelve candidates, latents of their first and second weights [12, N], and the error of each [12, N]."""
+    def candidates(self, j: int, pull: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """For each pair, the latents of its first and second weights [6, N], and the error with these [6, N]."""
         i, grid, units = j // 4, self._grid, self._grid.inverse(j)
         pp, qq, pq = self._pp[i], self._qq[i], self._pq[i]
         p, q = pull[self._first], pull[self._second]
-        x = grid.clamp((qq * p - pq * q).div_(self._determinant[i]).mul_(units))
-        a = grid.value(j, x)
-        y = grid.clamp((q - pq * a).div_(qq).mul_(units))
-        b = grid.value(j, y)
-        return x, y, (pp * a - 2 * p) * a + (qq * b - 2 * q + 2 * pq * a) * b
+        first = grid.clamp((self._own[i] * p - self._other[i] * q).mul_(units))
+        first_value = grid.value(j, first)
+        second = grid.clamp((q - pq * first_value).div_(qq).mul_(units))
+        second_value = grid.value(j, second)
+        error = (pp * first_value - 2 * p) * first_value + (
+            qq * second_value - 2 * q + 2 * pq * first_value
+        ) * second_value
+        return first, second, error

@@ -11,6 +11,7 @@ from torch import Tensor
 log = logging.getLogger("sparse_marlin")
 
 ROWS = 8192  # rows multiplied at a time: bounds the float32 copy of half-precision inputs
+_LEAST_DAMPING = 1e-6  # of columns without inputs
 _MAX_DAMPING = 1e3
 
 
@@ -67,14 +68,15 @@ class InverseFactor:
 def damped(matrix: Tensor, damping: float) -> Tensor:
     """A Hessian [K, K] with ``damping`` times its mean diagonal added to that.
 
-    Columns that no input ever reached (zero diagonal) get a unit diagonal: they take part in nothing.
+    The mean is over the columns that any input has reached. The others (zero diagonal) get a little in any case: less
+    than those, so that no weight there is kept for one that counts.
     """
     h = matrix.clone()
     diagonal = h.diagonal()
     dead = diagonal == 0
     mean = float(diagonal[~dead].double().mean()) if not dead.all() else 1.0
     diagonal += damping * mean
-    diagonal[dead] = 1.0
+    diagonal[dead] = max(damping, _LEAST_DAMPING) * mean
     return h
 
 

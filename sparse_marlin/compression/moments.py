@@ -133,10 +133,10 @@ def corrected_target(weight: Tensor, moments: Moments) -> Tensor:
     h = moments.hessian.matrix
     if moments.cross is None:
         return weight
-    damped = h.clone()
+    regular = h.clone()
     ridge = CORRECTION_RIDGE * h.diagonal().mean()
-    damped.diagonal().add_(ridge.clamp_min(torch.finfo(torch.float32).tiny))
-    lower, info = torch.linalg.cholesky_ex(damped)
+    regular.diagonal().add_(ridge.clamp_min(torch.finfo(torch.float32).tiny))
+    lower, info = torch.linalg.cholesky_ex(regular)
     if info:
         return weight
     # W' = W (cross + ridge) inv(H + ridge) = W + W (cross - H) inv(H + ridge)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..packed import PackedWeight
 from ..scheme import Scheme
-from .descent import PAIRS, descend
+from .descent import PAIRS, Grid, descend
 from .hessian import damped, inverse_factor
 
 METHODS_24 = ("one-shot", "two-pass", "one-loop", "wanda+rtn", "magnitude+rtn")
@@ -40,7 +40,8 @@ class Solution:
         weight: [N, K] float32, what the compressed weight stands for.
         method: the method that made it.
         damping: what was added to the Hessian's diagonal, in units of its mean; 0 where no inverse was taken.
-        latent: [N, K] float32, what was rounded to the integers: in units of the scales, zero where pruned.
+        latent: [N, K] float32, what was rounded to the integers: in units of the scales it was rounded with, zero where
+            pruned.
     """
 
     packed: PackedWeight | None
@@ -141,14 +142,15 @@ def compress_weight(
     # pruning have been fed forward already, and those of rounding add up linearly.
     sweep(target, factor.upper, pairs, rounder)
     mask = None if pairs is None else pairs.mask()[:, back]
-    latent = rounder.latent()[:, back]
+    latent, damping = rounder.latent()[:, back], factor.damping
     if method == "one-shot":
-        h = damped(hessian, factor.damping)
+        del target, rounder, pairs, factor  # as large as the weight or the Hessian, each of them
+        h = damped(hessian, damping)
         scales = refit_scales(w, _codes(latent, scheme), mask, scales, scheme, h)
         for _ in range(_DESCENTS):
             latent, mask = descend(w, latent, mask, scales, scheme, h, order)
             scales = refit_scales(w, _codes(latent, scheme), mask, scales, scheme, h)
-    return _finish(latent, scales, mask, scheme, method, factor.damping)
+    return _finish(latent, scales, mask, scheme, method, damping)
 
 
 def solving_order(hessian: Tensor, width: int) -> Tensor:
@@ -304,19 +306,15 @@ class Rounder:
     """Rounds columns, which come in some order, to the grid of their groups, and keeps what was rounded."""
 
     def __init__(self, scheme: Scheme, scales: Tensor, order: Tensor) -> None:
-        self.scheme = scheme
-        self._groups = (torch.zeros_like(order) if scheme.group_size == -1 else order // scheme.group_size).tolist()
-        self.scales = scales.float().T.contiguous()
-        self.inverse = torch.where(self.scales == 0, 0.0, 1.0 / self.scales)
+        self._grid = Grid(scheme, scales, order)
         self._columns: list[Tensor] = []
 
     def __call__(self, j: int, column: Tensor, kept: Tensor | None) -> Tensor:
-        group, zero = self._groups[j], self.scheme.zero_code
-        latent = column * self.inverse[group]
+        latent = column * self._grid.inverse(j)
         if kept is not None:
             latent *= kept
         self._columns.append(latent)
-        return latent.round().clamp_(-zero, self.scheme.max_code - zero).mul_(self.scales[group])
+        return self._grid.value(j, latent)
 
     def latent(self) -> Tensor:
         """[N, K] float32, in the order in which the columns came."""

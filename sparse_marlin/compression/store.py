@@ -22,7 +22,7 @@ from ..scheme import AdapterScheme, Scheme
 from .report import LayerReport
 from .targets import Target
 
-_FORMAT = 2
+_FORMAT = 3  # also another one where the solver has changed: a run goes on with the one it began with
 
 
 @dataclass(frozen=True)

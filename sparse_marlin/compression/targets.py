@@ -152,13 +152,18 @@ def memory_need(model: nn.Module, prefix: str, targets: list[Target], windows: l
     weights = sum(p.numel() * p.element_size() for p in model.parameters())
     linears = [linear_at(model, t.name) for t in targets]
     widest = max(m.in_features for m in linears)
-    largest = max(m.in_features * m.out_features for m in linears)
+    # Linears of one module that share inputs, as far as sizes tell, are solved on top of each other.
+    together: dict[tuple[str, int], int] = {}
+    for t, m in zip(targets, linears, strict=True):
+        key = (t.name.rpartition(".")[0], m.in_features)
+        together[key] = together.get(key, 0) + m.weight.numel()
+    largest = max(together.values())
     hidden = getattr(getattr(model, "config", None), "hidden_size", None) or widest
     tokens = sum(w.numel() for w in windows)
     # At most: Linears that share inputs count once.
     per_block = sum(m.in_features for m in linears) // blocks_of(prefix, targets)
     activations = tokens * (3 * hidden + per_block) * next(model.parameters()).element_size()
-    solver = 4 * (7 * widest * widest + 8 * largest)
+    solver = 4 * (7 * widest * widest + 9 * largest)
     adapters = sum(
         t.adapter.bits_per_weight(m.out_features, m.in_features, m.weight.dtype) * m.weight.numel() / 8
         for t, m in zip(targets, linears, strict=True)

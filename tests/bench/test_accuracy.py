@@ -87,6 +87,23 @@ def test_program_keeps_the_rows_of_other_models(
     assert json.loads(path.read_text(encoding="utf-8"))["rows"] == both
 
 
+def test_runs_share_a_file(tmp_path: Path) -> None:
+    def kept(seed: int) -> accuracy.Kept:
+        args = argparse.Namespace(
+            json=tmp_path / "rows.json", device="cpu", text=None, group_size=64, evaluation_windows=2, seed=seed
+        )
+        return accuracy.Kept(args, "bench/accuracy.py", ("model", "method"), {"method": ["fp", "rtn"]})
+
+    first, second = kept(0), kept(0)
+    with pytest.raises(results.ResultError, match="rows of seed 0, this run is of 1"):
+        kept(1)  # before any of them has a row
+    first.add({"model": "m", "method": "rtn", "kl": 1})
+    second.add({"model": "m", "method": "fp", "kl": 2})
+    first.add({"model": "m", "method": "rtn", "kl": 3})
+    rows = json.loads((tmp_path / "rows.json").read_text(encoding="utf-8"))["rows"]
+    assert [(r["method"], r["kl"]) for r in rows] == [("fp", 2), ("rtn", 3)]
+
+
 def test_windows_are_drawn_alike_whatever_else_is(monkeypatch: pytest.MonkeyPatch) -> None:
     setting = accuracy.Setting.__new__(accuracy.Setting)
     setting.args, setting.first = argparse.Namespace(seed=5), torch.arange(5000)
