@@ -33,6 +33,7 @@ from .solve import (
 )
 from .stages import solve_stage, split_stages, with_error
 from .store import Result, Store
+from .structure import patch_auto
 from .targets import (
     Target,
     choose_targets,
@@ -140,9 +141,8 @@ def patch_model(
     if sparsity == "auto":
         if adapter_rank:
             raise ValueError("adapter_rank does not go with sparsity='auto', which chooses by the weights' own size")
-        from .structure import patch_auto  # which calls this function in turn
-
         return patch_auto(
+            patch_model,
             model,
             bits,
             group_size,

@@ -41,7 +41,6 @@ from . import refit as refitting
 from .calibration import calibration_windows
 from .hessian import NonFiniteError
 from .permutation import Permuted, annotated, permute_channels
-from .pipeline import patch_model
 from .report import Mix, Report, Sensitivity, Structure, curve_table
 from .sensitivity import Probe, Variants, estimate, solve_both
 from .solve import METHODS_24, METHODS_DENSE
@@ -59,6 +58,7 @@ log = logging.getLogger("sparse_marlin")
 
 
 def patch_auto(
+    compress: Callable[..., Report],
     model: nn.Module,
     bits: int,
     group_size: int,
@@ -83,6 +83,8 @@ def patch_auto(
     permute: bool,
 ) -> Report:
     """:func:`~sparse_marlin.compression.pipeline.patch_model` with ``sparsity="auto"``, which documents the arguments.
+
+    It is also what compresses here, as ``compress``, with a structure for every layer.
 
     A ``checkpoint_dir`` also keeps the solved layers, their sensitivities and every compression that is tried; another
     target reuses the former.
@@ -155,8 +157,8 @@ def patch_auto(
                 curve.points(1.0), f"; original loss {found.loss:.4f}, increases before layers are fitted in sequence"
             )
 
-        def compress(dense: frozenset[str]) -> tuple[Report, float]:
-            report = patch_model(
+        def attempt(dense: frozenset[str]) -> tuple[Report, float]:
+            report = compress(
                 model,
                 {t.name: None if t.name in dense else "2:4" for t in sparse},
                 bits,
@@ -170,20 +172,20 @@ def patch_auto(
                 device=device,
                 checkpoint_dir=None if directory is None else directory / f"run-{_digest(dense, refit)}",
                 progress=progress,
-                on_nonfinite=on_nonfinite,  # type: ignore[arg-type]
+                on_nonfinite=on_nonfinite,
                 refit=refit,
             )
             return report, probe.loss("measuring the loss") - found.loss
 
         if target_bits is not None:
             dense = curve.within(target_bits)
-            report, increase = compress(dense)
+            report, increase = attempt(dense)
             measured = [(len(dense), increase)]
             ratio = increase / curve.increase_of(dense)
             target, wanted = "target_bits", target_bits
         else:
             assert max_loss_increase is not None
-            report, runs = search(model, sparse, curve, max_loss_increase, compress)
+            report, runs = search(model, sparse, curve, max_loss_increase, attempt)
             dense, increase = curve.prefix(runs[-1][0]), runs[-1][1]
             measured = [(len(curve.prefix(n)), m) for n, m in runs]
             ratio = increase / curve.increase_of(dense)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 import sparse_marlin
 from sparse_marlin import CompressedLinear, patch_model
-from sparse_marlin.compression import Report, refit, sensitivity, structure
+from sparse_marlin.compression import Report, pipeline, refit, sensitivity, structure
 from sparse_marlin.compression.blocks import without_blocks
 from sparse_marlin.compression.calibration import calibration_windows, sample_tokens
 from sparse_marlin.compression.report import Sensitivity
@@ -354,7 +354,7 @@ class Stop(BaseException):
     """Stands for control-C, an out-of-memory error, a lost machine."""
 
 
-STEPS = [(sensitivity, "solve_stage"), (sensitivity, "_squares"), (sensitivity, "_loss"), (structure, "patch_model")]
+STEPS = [(sensitivity, "solve_stage"), (sensitivity, "_squares"), (sensitivity, "_loss"), (pipeline, "patch_model")]
 
 
 @pytest.mark.parametrize("target", [{"target_bits": 4.0}, {"max_loss_increase": 0.6}], ids=str)
