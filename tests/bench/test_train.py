@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import lzma
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -103,7 +104,8 @@ def test_same_seed_same_bits(trained: tuple[Path, float], tmp_path: Path) -> Non
     )
     here = Path(__file__).parent
     command = [sys.executable, "-c", code, str(here), str(Path(train.__file__).parent), str(tmp_path)]
-    subprocess.run(command, check=True, capture_output=True)
+    environment = {**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads())}  # on which sums depend
+    subprocess.run(command, check=True, capture_output=True, env=environment)
     for name in ("model.safetensors", "tokenizer.json", "config.json"):
         assert (tmp_path / name).read_bytes() == (trained[0] / name).read_bytes(), name
 
