@@ -81,7 +81,8 @@ def main() -> None:
     add_options(parser, "README.md")
     args = parser.parse_args()
     if args.readme:
-        first, *others = by_model(rows_of(found := json.loads(args.readme.read_text(encoding="utf-8"))))
+        found = json.loads(args.readme.read_text(encoding="utf-8"))
+        first, *others = by_model(rows_of(found))
         readme.replace_text("accuracy", text_of(found, [first]))
         readme.replace_text("accuracy", text_of(found, others) if others else "", readme.OF_BENCHMARKS)
         return
@@ -206,13 +207,14 @@ class Kept:
             "window": WINDOW,
             "seed": args.seed,
         }
-        with self._locked():
-            if self.path and not self._read():
-                self._write({})  # a run in another setting, begun meanwhile, is refused before its work
+        if self.path:
+            with self._locked():
+                if not self._read():
+                    self._write({})  # a run in another setting, begun meanwhile, is refused before its work
 
     def _read(self) -> dict[tuple[Any, ...], dict[str, Any]]:
         """What the file has now, by key."""
-        if not (self.path and self.path.exists()):
+        if not self.path.exists():
             return {}
         before = json.loads(self.path.read_text(encoding="utf-8"))
         for name, value in self.setting.items():
@@ -240,9 +242,6 @@ class Kept:
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
         """Keeps other runs from the file: by the lock of its folder, since each writer replaces the file itself."""
-        if not self.path:
-            yield
-            return
         self.path.parent.mkdir(parents=True, exist_ok=True)
         folder = os.open(self.path.parent, os.O_RDONLY)
         try:

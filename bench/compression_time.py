@@ -217,19 +217,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     }
     measure("tiny", "one-shot", 2, 2, device)  # loads what is loaded on first use
     rows: list[dict[str, Any]] = []
+
+    def save() -> None:
+        if args.json:
+            results.write_json(args.json, meta, rows)
+
     for method in args.methods:
         release(device.type == "cuda")
         row, tensors = measure(args.model, method, blocks, args.windows, device)
         rows.append(asdict(row))
-        if args.json:
-            results.write_json(args.json, meta, rows)
+        save()
         if args.repeat:
             release(device.type == "cuda")
             again = measure(args.model, method, blocks, args.windows, device)[1]
             row = replace(row, same_bits=same_bits(tensors, again))
             rows[-1] = asdict(row)
-            if args.json:
-                results.write_json(args.json, meta, rows)
+            save()
         print(line_of(row), flush=True)
     return int(any(r["same_bits"] is False for r in rows))
 

@@ -366,13 +366,18 @@ def release(cuda: bool) -> None:
         torch.cuda.empty_cache()
 
 
-def summary(rows: Sequence[Measurement]) -> str:
-    """Steps of the compressed models beside those of the original."""
+def side_by_side(rows: Sequence[Measurement]) -> dict[tuple[str, int, int], dict[str, Measurement]]:
+    """By mode, batch and prompt, and then by weights."""
     cells: dict[tuple[str, int, int], dict[str, Measurement]] = {}
     for r in rows:
         cells.setdefault((r.mode, r.batch, r.prompt), {})[r.weights] = r
+    return cells
+
+
+def summary(rows: Sequence[Measurement]) -> str:
+    """Steps of the compressed models beside those of the original."""
     lines = []
-    for (mode, batch, prompt), found in cells.items():
+    for (mode, batch, prompt), found in side_by_side(rows).items():
         base = found.get(WEIGHTS[0])
         line = [mode, str(batch), str(prompt)]
         for kind in WEIGHTS:
@@ -391,16 +396,13 @@ def summary(rows: Sequence[Measurement]) -> str:
 def text_of(found: dict[str, Any]) -> str:
     """What README.md says of a file that ``--json`` has written."""
     meta, rows = found["meta"], [Measurement(**row) for row in found["rows"]]
-    cells: dict[tuple[str, int, int], dict[str, Measurement]] = {}
-    for r in rows:
-        cells.setdefault((r.mode, r.batch, r.prompt), {})[r.weights] = r
     lines = [
         [
             *map(str, setting),
             *(f"{of_setting[k].decode_ms:.2f}" if k in of_setting else "" for k in WEIGHTS),
             *(f"{of_setting[k].prefill_ms:.1f}" if k in of_setting else "" for k in WEIGHTS),
         ]
-        for setting, of_setting in cells.items()
+        for setting, of_setting in side_by_side(rows).items()
     ]
     columns = ["mode", "batch", "prompt", *(f"step, {k}" for k in WEIGHTS), *(f"prefill, {k}" for k in WEIGHTS)]
     sizes = ", ".join(f"{kind} {size:.1f}" for kind, size in meta["weights_gb"].items())

@@ -79,8 +79,10 @@ def compress_with_adapters(
     solution = compress_weight(target, hessian, scheme, method, damping)
     if not any(adapter for _, adapter in layers):
         return solution, [None] * len(layers)
-    known = hessian is not None and hessian.diagonal().any()
-    metric = damped(hessian, damping) if known else torch.eye(target.shape[1], device=target.device)  # type: ignore[arg-type]
+    if hessian is None or not hessian.diagonal().any():
+        metric = torch.eye(target.shape[1], device=target.device)
+    else:
+        metric = damped(hessian, damping)
     sizes = [rows for rows, _ in layers]
     for _ in range(_ROUNDS - 1):
         left = target.clone()

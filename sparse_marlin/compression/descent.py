@@ -17,6 +17,19 @@ PAIRS = ((0, 1), (0, 2), (0, 3), (1, 2), (1, 3), (2, 3))  # of a quad
 _BLOCK = 128  # columns that hear of each other's changes at once; the rest of the matrix does once per block
 
 
+def quads_of(matrix: Tensor) -> Tensor:
+    """The quads' own blocks [K/4, 4, 4] of a matrix [K, K]."""
+    return torch.stack([matrix[i : i + 4, i : i + 4] for i in range(0, len(matrix), 4)])
+
+
+def pair_inverses(quads: Tensor, first: Tensor, second: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Inverses [[pp, pq], [pq, qq]] of what quads [K/4, 4, 4] have of each pair: pp, qq and pq [K/4, 6] float32."""
+    quads = quads.double()
+    pp, qq, pq = quads[:, first, first], quads[:, second, second], quads[:, first, second]
+    determinant = pp * qq - pq * pq
+    return (qq / determinant).float(), (pp / determinant).float(), (-pq / determinant).float()
+
+
 def descend(
     w: Tensor, latent: Tensor, mask: Tensor | None, scales: Tensor, scheme: Scheme, hessian: Tensor, order: Tensor
 ) -> tuple[Tensor, Tensor | None]:
@@ -102,13 +115,13 @@ class _Quads:
     def __init__(self, grid: Grid, h: Tensor) -> None:
         self._grid = grid
         self._first, self._second = torch.tensor(PAIRS, device=h.device).T.contiguous()
-        self._curvature = torch.stack([h[i : i + 4, i : i + 4] for i in range(0, len(h), 4)])  # [K/4, 4, 4]
+        self._curvature = quads_of(h)
         self._pp, self._qq, self._pq = (
             self._curvature[:, a, b].unsqueeze(2)  # [K/4, 6, 1]
             for a, b in ((self._first,) * 2, (self._second,) * 2, (self._first, self._second))
         )
-        determinant = self._pp.double() * self._qq.double() - self._pq.double().square()
-        self._own, self._other = (self._qq / determinant).float(), (self._pq / determinant).float()
+        inverse_pp, _, inverse_pq = pair_inverses(self._curvature, self._first, self._second)
+        self._inverse_pp, self._inverse_pq = inverse_pp.unsqueeze(2), inverse_pq.unsqueeze(2)
 
     def choose(self, j: int, pull: Tensor, old: Tensor, latent: Tensor, kept: Tensor) -> tuple[Tensor, Tensor]:
         """New latents and mask of the quad that begins with column j; the present ones where none is better.
@@ -132,7 +145,7 @@ class _Quads:
         i, grid, units = j // 4, self._grid, self._grid.inverse(j)
         pp, qq, pq = self._pp[i], self._qq[i], self._pq[i]
         p, q = pull[self._first], pull[self._second]
-        first = grid.clamp((self._own[i] * p - self._other[i] * q).mul_(units))
+        first = grid.clamp((self._inverse_pp[i] * p + self._inverse_pq[i] * q).mul_(units))
         first_value = grid.value(j, first)
         second = grid.clamp((q - pq * first_value).div_(qq).mul_(units))
         second_value = grid.value(j, second)

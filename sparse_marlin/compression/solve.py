@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..packed import PackedWeight
 from ..scheme import Scheme
-from .descent import PAIRS, Grid, descend
+from .descent import PAIRS, Grid, descend, pair_inverses, quads_of
 from .hessian import damped, inverse_factor
 
 METHODS_24 = ("one-shot", "two-pass", "one-loop", "wanda+rtn", "magnitude+rtn")
@@ -331,22 +331,13 @@ class Pairs:
     """
 
     def __init__(self, upper: Tensor) -> None:
-        k = upper.shape[0]
-        device = upper.device
-        self.u = torch.stack([upper[i : i + 4, i : i + 4] for i in range(0, k, 4)])  # [K/4, 4, 4]
-        first = torch.tensor([p for p, _ in PAIRS], device=device)
-        second = torch.tensor([q for _, q in PAIRS], device=device)
-        a = (self.u.mT @ self.u).double()
-        pp, qq, pq = a[:, first, first], a[:, second, second], a[:, first, second]
-        determinant = pp * qq - pq * pq
-        self.a = a.float()
-        self.first, self.second = first, second
-        # inv(A_PP) of every pair: [K/4, 6]
-        self.inverse_pp = (qq / determinant).float()
-        self.inverse_qq = (pp / determinant).float()
-        self.inverse_pq = (-pq / determinant).float()
-        keep = torch.ones(6, 4, dtype=torch.bool, device=device)
-        self.keep = keep.scatter_(1, torch.stack([first, second], 1), False).T.contiguous()  # [4, 6]
+        self.u = quads_of(upper)
+        pairs = torch.tensor(PAIRS, device=upper.device)
+        self.first, self.second = pairs.T.contiguous()
+        self.a = self.u.mT @ self.u
+        self.inverse_pp, self.inverse_qq, self.inverse_pq = pair_inverses(self.a, self.first, self.second)
+        keep = torch.ones(6, 4, dtype=torch.bool, device=upper.device)
+        self.keep = keep.scatter_(1, pairs, False).T.contiguous()  # [4, 6]
         self._masks: list[Tensor] = []  # per quad, [4, N]
         self._chosen: list[Tensor] = []  # per quad, [N] index into PAIRS
 

@@ -418,7 +418,7 @@ def search(
     targets: list[Target],
     curve: Curve,
     wanted: float,
-    compress: Callable[[frozenset[str]], tuple[Report, float]],
+    attempt: Callable[[frozenset[str]], tuple[Report, float]],
 ) -> tuple[Report, list[tuple[int, float]]]:
     """Compresses until the loss grows by what is wanted, and leaves the best attempt in the model.
 
@@ -432,7 +432,7 @@ def search(
         if runs:
             for name, linear in originals.items():
                 model.set_submodule(name, _kept(linear))
-        report, increase = compress(curve.prefix(n))
+        report, increase = attempt(curve.prefix(n))
         if not math.isfinite(increase):
             increase = math.inf
         runs.append((n, increase))

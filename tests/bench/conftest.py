@@ -17,6 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "bench"))
 
 import libcusparselt
 import pytest
+import readme
 import torch
 from fakes import FakeCuda, FakeEvent, FakeGraph
 
@@ -74,6 +75,22 @@ def fake_cusparselt(compiled_cusparselt: ctypes.CDLL, monkeypatch: pytest.Monkey
     yield compiled_cusparselt
     libcusparselt.product.cache_clear()
     libcusparselt.library.cache_clear()
+
+
+@pytest.fixture
+def readme_shows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], object], str], None]:
+    """Runs a program that fills the READMEs from committed results, and checks that they say so already."""
+
+    def check(fill: Callable[[], object], hint: str) -> None:
+        before = {name: getattr(readme, name).read_text(encoding="utf-8") for name in ("README", "OF_BENCHMARKS")}
+        for name, text in before.items():
+            (tmp_path / name).write_text(text, encoding="utf-8")
+            monkeypatch.setattr(readme, name, tmp_path / name)
+        assert not fill(), "it ended with an error"
+        for name, text in before.items():
+            assert (tmp_path / name).read_text(encoding="utf-8") == text, f"run {hint}"
+
+    return check
 
 
 @pytest.fixture

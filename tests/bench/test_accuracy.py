@@ -4,27 +4,21 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import accuracy
 import pytest
-import readme
 import results
 import torch
 
 RESULTS = Path(accuracy.__file__).parent / "results" / "accuracy.json"
 
 
-def test_readme_shows_the_committed_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    before = {name: getattr(readme, name).read_text(encoding="utf-8") for name in ("README", "OF_BENCHMARKS")}
-    for name, text in before.items():
-        (tmp_path / name).write_text(text, encoding="utf-8")
-        monkeypatch.setattr(readme, name, tmp_path / name)
+def test_readme_shows_the_committed_results(readme_shows: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.argv", ["accuracy.py", "--readme", str(RESULTS)])
-    accuracy.main()
-    for name, text in before.items():
-        assert (tmp_path / name).read_text(encoding="utf-8") == text, f"run bench/accuracy.py --readme {RESULTS}"
+    readme_shows(accuracy.main, f"bench/accuracy.py --readme {RESULTS}")
 
 
 def test_every_row_is_a_known_method_in_its_place() -> None:

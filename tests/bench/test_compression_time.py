@@ -5,13 +5,13 @@ from __future__ import annotations
 import itertools
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import compression_time
 import model
 import pytest
-import readme
 import torch
 
 from sparse_marlin.compression import pipeline, refit
@@ -103,13 +103,10 @@ def test_mistakes(arguments: list[str], message: str, capsys: pytest.CaptureFixt
     assert re.search(message, capsys.readouterr().err)
 
 
-def test_readme_shows_the_committed_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    before = readme.README.read_text(encoding="utf-8")
+def test_readme_shows_the_committed_results(readme_shows: Callable[..., None]) -> None:
     committed = Path(compression_time.__file__).parent / "results" / "h200" / "compression.json"
-    monkeypatch.setattr(readme, "README", tmp_path / "README.md")
-    readme.README.write_text(before, encoding="utf-8")
-    assert compression_time.main(["--readme", str(committed)]) == 0
-    assert readme.README.read_text(encoding="utf-8") == before, f"run bench/compression_time.py --readme {committed}"
+    command = ["--readme", str(committed)]
+    readme_shows(lambda: compression_time.main(command), f"bench/compression_time.py --readme {committed}")
     found = json.loads(committed.read_text(encoding="utf-8"))
     assert "gave the same bits" in compression_time.text_of(found)
     for same, said in ((None, "."), (False, "some gave OTHER bits.")):

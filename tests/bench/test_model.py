@@ -10,7 +10,6 @@ from typing import Any
 
 import model
 import pytest
-import readme
 import torch
 from torch import nn
 from transformers import LlamaConfig
@@ -20,13 +19,9 @@ from sparse_marlin import CompressedLinear, Scheme
 CPU = torch.device("cpu")
 
 
-def test_readme_shows_the_committed_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    before = readme.README.read_text(encoding="utf-8")
+def test_readme_shows_the_committed_results(readme_shows: Callable[..., None]) -> None:
     committed = Path(model.__file__).parent / "results" / "h200" / "model-llama3-8b.json"
-    monkeypatch.setattr(readme, "README", tmp_path / "README.md")
-    readme.README.write_text(before, encoding="utf-8")
-    assert model.main(["--readme", str(committed)]) == 0
-    assert readme.README.read_text(encoding="utf-8") == before, f"run bench/model.py --readme {committed}"
+    readme_shows(lambda: model.main(["--readme", str(committed)]), f"bench/model.py --readme {committed}")
 
 
 def test_readme_has_the_weights_side_by_side() -> None:
