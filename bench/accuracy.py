@@ -15,16 +15,13 @@ calibrated on the same windows, and measures its losses on a third as many more.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import copy
-import fcntl
 import json
-import os
 import platform
 import resource
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -208,7 +205,7 @@ class Kept:
             "seed": args.seed,
         }
         if self.path:
-            with self._locked():
+            with results.locked(self.path):
                 if not self._read():
                     self._write({})  # a run in another setting, begun meanwhile, is refused before its work
 
@@ -228,7 +225,7 @@ class Kept:
     def add(self, row: dict[str, Any]) -> None:
         """Adds a row, in the place of one with the same key, and writes the file; several runs may do so at once."""
         if self.path:
-            with self._locked():
+            with results.locked(self.path):
                 self._write(self._read() | {self._key(row): row})
 
     def _write(self, rows: dict[tuple[Any, ...], dict[str, Any]]) -> None:
@@ -238,17 +235,6 @@ class Kept:
             "command": results.command(self.script, sys.argv[1:]),
         }
         results.write_json(self.path, meta, [rows[key] for key in sorted(rows, key=self._place)])
-
-    @contextlib.contextmanager
-    def _locked(self) -> Iterator[None]:
-        """Keeps other runs from the file: by the lock of its folder, since each writer replaces the file itself."""
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        folder = os.open(self.path.parent, os.O_RDONLY)
-        try:
-            fcntl.flock(folder, fcntl.LOCK_EX)
-            yield
-        finally:
-            os.close(folder)
 
     def _key(self, row: dict[str, Any]) -> tuple[Any, ...]:
         return tuple(row[name] for name in self.key)

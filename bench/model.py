@@ -247,13 +247,20 @@ def run(args: argparse.Namespace) -> None:
         "failed": [],
     }
     rows: list[Measurement] = []
-    if args.resume and args.json.exists():
-        rows = earlier_rows(args.json, meta)
-    known = {(r.weights, r.mode, r.batch, r.prompt) for r in rows}
 
     def save() -> None:
-        if args.json:
+        if not args.json:
+            return
+        with results.locked(args.json):  # several runs, of other settings each, may go on with one file
+            if args.resume and args.json.exists():
+                rows[:] = merged(earlier_rows(args.json, meta), rows)
+                measured = {setting_of(r) for r in rows}
+                meta["failed"] = [f for f in meta["failed"] if tuple(f.values())[:4] not in measured]
             results.write_json(args.json, meta, [asdict(r) for r in rows])
+
+    if args.resume:
+        save()
+    known = {setting_of(r) for r in rows}
 
     for kind in args.weights:
         todo = [
@@ -338,8 +345,18 @@ def about(script: str, argv: Sequence[str], device: torch.device) -> dict[str, A
     }
 
 
+def setting_of(row: Measurement) -> tuple[str, str, int, int]:
+    return row.weights, row.mode, row.batch, row.prompt
+
+
+def merged(old: Sequence[Measurement], new: Sequence[Measurement]) -> list[Measurement]:
+    """The rows of both, in the order in which one run measures them; what both have is that of ``new``."""
+    rows = {setting_of(r): r for r in [*old, *new]}
+    return sorted(rows.values(), key=lambda r: (WEIGHTS.index(r.weights), MODES.index(r.mode), r.batch, r.prompt))
+
+
 def earlier_rows(path: Path, meta: dict[str, Any]) -> list[Measurement]:
-    """The rows of a file, whose weights' sizes are added to ``meta``; what failed then is tried again.
+    """The rows of a file, whose weights' sizes and failures are added to ``meta``.
 
     Raises:
         results.ResultError: if it cannot be read, is of another commit or GPU, or was measured with other options.
@@ -356,6 +373,7 @@ def earlier_rows(path: Path, meta: dict[str, Any]) -> list[Measurement]:
                 "write them to a file of their own"
             )
     meta["weights_gb"] |= found["meta"]["weights_gb"]
+    meta["failed"] += [f for f in found["meta"]["failed"] if f not in meta["failed"]]
     return rows
 
 
@@ -405,7 +423,7 @@ def text_of(found: dict[str, Any]) -> str:
         for setting, of_setting in side_by_side(rows).items()
     ]
     columns = ["mode", "batch", "prompt", *(f"step, {k}" for k in WEIGHTS), *(f"prefill, {k}" for k in WEIGHTS)]
-    sizes = ", ".join(f"{kind} {size:.1f}" for kind, size in meta["weights_gb"].items())
+    sizes = ", ".join(f"{kind} {meta['weights_gb'][kind]:.1f}" for kind in WEIGHTS if kind in meta["weights_gb"])
     versions = meta["versions"]
     return (
         f"{readme.table(columns, lines)}\n\nMilliseconds of {meta['model']} with random weights: a step of the whole "

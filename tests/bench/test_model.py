@@ -162,6 +162,25 @@ def test_a_resumed_run_measures_what_is_missing(tmp_path: Path, capsys: pytest.C
     assert "holds no results of this program" in capsys.readouterr().err
 
 
+def test_runs_beside_each_other_share_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "m.json"
+    arguments = ["--model", "tiny", "--prompt", "8", "--modes", "eager", "--steps", "1", "--device", "cpu"]
+    arguments += ["--json", str(path), "--resume"]
+
+    def failed(weights: str, batch: int) -> dict[str, Any]:
+        return {"weights": weights, "mode": "eager", "batch": batch, "prompt": 8, "reason": "out of memory"}
+
+    assert model.main([*arguments, "--batch", "1", "--weights", "2:4"]) == 0
+    data = json.loads(path.read_text())
+    data["meta"]["failed"] = [failed("dense", 1), failed("2:4", 3)]  # the first of these works now
+    path.write_text(json.dumps(data))
+    assert model.main([*arguments, "--batch", "1", "--weights", "dense"]) == 0
+    merged = json.loads(path.read_text())
+    assert [r["weights"] for r in merged["rows"]] == ["dense", "2:4"] and merged["rows"][1:] == data["rows"]
+    assert merged["meta"]["failed"] == [failed("2:4", 3)]
+    assert set(merged["meta"]["weights_gb"]) == {"dense", "2:4"}
+
+
 def test_failures_do_not_end_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     original = model.measure
 
