@@ -141,7 +141,7 @@ def random_weight(N: int, K: int, scheme: Scheme, where: torch.device) -> Packed
 def multiply(form: KernelWeight, x: Tensor, plan: str) -> Tensor:
     """``x @ w.T`` by the kernels that ``plan`` names (see :func:`sparse_marlin.dispatch.plan`)."""
     s = form.scheme
-    y: Tensor = torch.ops.sparse_marlin.gemm(
+    y: Tensor = torch.ops.sparse_marlin.gemm.default(
         x,
         form.weights,
         form.meta,

@@ -1,10 +1,10 @@
 // Checks every kernel that the GPU can run, through gemm.h: all schemes at odd shapes against float64, layers of real
 // models, the bits of 500 runs, and two streams at once. With "brief" the schemes alone, a launch of each kernel and
-// schedule: for compute-sanitizer.
+// schedule: for compute-sanitizer. Its racecheck knows no mbarriers: it is for the kernels of sm80.
 //
 //     nvcc -std=c++20 -O3 -arch=native -Icsrc -Itests/kernels -Ibench/kernels bench/kernels/check.cu csrc/gemm.cu \
 //         csrc/dense/*.cu csrc/sparse24/*.cu -o build/check         (on Hopper: -gencode arch=compute_90a,code=sm_90a)
-//     build/check [brief]
+//     build/check [brief] [CONFIG]          kernels whose names begin with CONFIG
 #include <algorithm>
 #include <string>
 
@@ -13,6 +13,7 @@
 
 constexpr int REPEATS = 500;
 int sms = 0, capability = 0;
+std::string wanted;  // names of kernels begin so
 
 void start(const Problem& p, const char* config, const Schedule& schedule, cudaStream_t stream) {
   if (const std::string error = gemm(p, config, schedule, stream); !error.empty()) {
@@ -82,6 +83,7 @@ std::vector<Kernel> kernels(const Scheme& s) {
   std::vector<Kernel> found;
   for (const Config& c : configs()) {
     BlockShape shape;
+    if (!std::string(c.name).starts_with(wanted)) continue;
     if (c.min_capability > capability || (c.max_capability && c.max_capability < capability)) continue;
     if (block_shape(s, c.name, &shape).empty()) found.push_back({c.name, shape, c.min_capability == 90});
   }
@@ -263,8 +265,9 @@ bool check_gather() {
   return good;
 }
 
-int main(int argc, char**) {
-  const bool brief = argc > 1;
+int main(int argc, char** argv) {
+  const bool brief = argc > 1 && argv[1] == std::string("brief");
+  if (argc > 1 + brief) wanted = argv[1 + brief];
   cudaDeviceProp device;
   CUDA(cudaGetDeviceProperties(&device, 0));
   sms = device.multiProcessorCount, capability = device.major * 10 + device.minor;

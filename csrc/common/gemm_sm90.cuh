@@ -105,10 +105,11 @@ template <int STAGES> struct RingPosition {
   }
 };
 
-// Descriptor of a K-major tile with 128-byte rows in the 128-byte swizzle. Its low word alone depends on the address.
-constexpr uint32_t SWIZZLED_TILE_HIGH = 1u << 30 | 1024 >> 4;
-PTX_INLINE uint32_t swizzled_tile_low(uint32_t addr) { return (addr & 0x3ffff) >> 4 | 1u << 16; }
-PTX_INLINE uint64_t swizzled_tile(uint32_t low) { return uint64_t(SWIZZLED_TILE_HIGH) << 32 | low; }
+// Descriptor of a K-major tile with 128-byte rows in the 128-byte swizzle; plus 1 is 16 bytes further. As one 64-bit
+// number it is moved by one instruction, two words would take three.
+PTX_INLINE uint64_t swizzled_tile(uint32_t addr) {
+  return uint64_t(1u << 30 | 1024 >> 4) << 32 | 1u << 16 | (addr & 0x3ffff) >> 4;
+}
 
 // The end of a piece where the blocks of a cluster hold a tile's pieces. Every block leaves its sums in its own ring,
 // which nothing fills any more, and finishes a share of the cells: it adds them in the order of the blocks.
@@ -291,12 +292,12 @@ __global__ void __launch_bounds__(C::THREADS, C::BLOCKS_PER_SM)
       dequantize<T, W::BITS, W::ZERO_POINTS>(w[q % 2][i], codes, k % C::FRAGMENT_K / C::MMA_K, scales);
     }
   };
-  auto multiply = [&](uint32_t x_tile, int q) {
+  auto multiply = [&](uint64_t x_tile, int q) {
     ptx::wgmma_fence();
 #pragma unroll
     for (int i = 0; i < C::STEPS; ++i) {
       const int k = q * C::COMMIT_K + i * C::MMA_K;
-      W::wgmma(acc, w[q % 2][i], swizzled_tile(x_tile + (k / 64 * (C::TOKENS * 128) + k % 64 * 2) / 16),
+      W::wgmma(acc, w[q % 2][i], x_tile + (k / 64 * (C::TOKENS * 128) + k % 64 * 2) / 16,
                meta[q % 2][i * C::MMA_K / META_K % META_WORDS], k);
     }
     ptx::wgmma_commit();
@@ -337,7 +338,7 @@ __global__ void __launch_bounds__(C::THREADS, C::BLOCKS_PER_SM)
     walk.k = walk.k_end;
 #pragma unroll 1
     for (int stage = 0; stage < stages; ++stage) {
-      const uint32_t x_tile = swizzled_tile_low(base + S::x + ring.slot * S::X);
+      const uint64_t x_tile = swizzled_tile(base + S::x + ring.slot * S::X);
       const bool more = stage + 1 < stages;
       Ring next = ring;
       next.advance();
