@@ -360,8 +360,7 @@ def _resident(device: Device, kernel: Kernel) -> int:
 def cost(p: Problem, device: Device, kernel: Kernel, config: Config) -> float:
     """What a configuration with its time is chosen by, in microseconds: less where it leaves room for the next."""
     room = kernel.min_capability == 90 and config.blocks == device.multiprocessors and _resident(device, kernel) > 1
-    streaming = streamed_bytes(p) / (device.bandwidth_gbs * 1e3)
-    matters = kernel.token_tile >= p.M and streaming < _ROOM_UP_TO_US
+    matters = streamed_bytes(p) / (device.bandwidth_gbs * 1e3) < _ROOM_UP_TO_US
     return config.microseconds - (_ROOM_US if room and matters else 0.0)
 
 

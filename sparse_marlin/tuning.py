@@ -9,7 +9,8 @@ import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
-from math import isfinite
+from itertools import pairwise
+from math import ceil, isfinite
 from pathlib import Path
 from statistics import median
 
@@ -38,13 +39,17 @@ from .samples import cache_directory
 from .scheme import Scheme
 
 _COLD_BYTES = 300 << 20  # of weights that are gone through, so that none is found in the L2
-_MIN_LAUNCHES, _REPLAYS = 10, 7
+# A graph has launches for half a millisecond, so that its start does not count.
+_GRAPH_US, _MIN_LAUNCHES, _MAX_LAUNCHES = 500.0, 10, 200
+_ROUNDS = 7
 # The model decides what is worth measuring: nothing that it takes for so much slower than its choice.
 _WORTH_MEASURING = 2.0
 
 
 def measure(form: KernelWeight, x: Tensor, configs: Mapping[int, Sequence[Config]]) -> Iterator[tuple[int, Config]]:
-    """Times configurations of the kernels on cold weights, inside a CUDA graph of back-to-back launches.
+    """Times configurations of the kernels on cold weights, inside CUDA graphs of back-to-back launches.
+
+    The graphs for one number of tokens take turns, so that clocks are the same for all.
 
     Args:
         form: the weight, on a CUDA device.
@@ -66,9 +71,9 @@ def measure(form: KernelWeight, x: Tensor, configs: Mapping[int, Sequence[Config
         torch.cuda.synchronize(x.device)
     for tokens, candidates in configs.items():
         expected: Tensor | None = None
-        for config in candidates:
-            step = f"*:{config.step}"
-            y = _multiply(form, x[:tokens], step).float()
+        plans = [f"*:{config.step}" for config in candidates]
+        for config, its_plan in zip(candidates, plans, strict=True):
+            y = _multiply(form, x[:tokens], its_plan).float()
             expected = y if expected is None else expected
             error, allowed = float((y - expected).norm()), 4 * torch.finfo(x.dtype).eps * float(expected.norm())
             if not error <= allowed:  # a NaN is not either
@@ -76,7 +81,8 @@ def measure(form: KernelWeight, x: Tensor, configs: Mapping[int, Sequence[Config
                     f"{config.step} and {candidates[0].step} disagree for {tokens} tokens: the results differ by "
                     f"{error:.3g} in the 2-norm, rounding allows {allowed:.3g}"
                 )
-            yield tokens, replace(config, microseconds=_microseconds(copies, x[:tokens], step))
+        for config, us in zip(candidates, _microseconds(copies, x[:tokens], plans), strict=True):
+            yield tokens, replace(config, microseconds=us)
 
 
 def _multiply(form: KernelWeight, x: Tensor, plan: str) -> Tensor:
@@ -85,23 +91,35 @@ def _multiply(form: KernelWeight, x: Tensor, plan: str) -> Tensor:
     return multiply(form, x, plan)
 
 
-def _microseconds(copies: Sequence[KernelWeight], x: Tensor, plan: str) -> float:
-    launches = max(len(copies), _MIN_LAUNCHES)
+def _microseconds(copies: Sequence[KernelWeight], x: Tensor, plans: Sequence[str]) -> list[float]:
+    """Of a launch, for each plan: medians of some rounds, in which each plan's graph runs once."""
+    if not plans:
+        return []
     with torch.cuda.device(x.device):  # a graph and its events belong to the current one
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            for i in range(launches):
-                _multiply(copies[i % len(copies)], x, plan)
-        return median(_replay(graph) for _ in range(_REPLAYS)) / launches
+        launches = max(len(copies), _MIN_LAUNCHES)
+        first = _replay([_capture(copies, x, plans[0], launches)])[0] / launches
+        launches = max(launches, min(_MAX_LAUNCHES, ceil(_GRAPH_US / first)))
+        graphs = [_capture(copies, x, p, launches) for p in plans]
+        rounds = [_replay(graphs) for _ in range(_ROUNDS)]
+    return [median(times) / launches for times in zip(*rounds, strict=True)]
 
 
-def _replay(graph: torch.cuda.CUDAGraph) -> float:
-    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    begin.record()
-    graph.replay()
-    end.record()
-    end.synchronize()
-    return float(begin.elapsed_time(end)) * 1e3
+def _capture(copies: Sequence[KernelWeight], x: Tensor, plan: str, launches: int) -> torch.cuda.CUDAGraph:
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for i in range(launches):
+            _multiply(copies[i % len(copies)], x, plan)
+    return graph
+
+
+def _replay(graphs: Sequence[torch.cuda.CUDAGraph]) -> list[float]:
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(len(graphs) + 1)]
+    events[0].record()
+    for graph, end in zip(graphs, events[1:], strict=True):
+        graph.replay()
+        end.record()
+    events[-1].synchronize()
+    return [float(begin.elapsed_time(end)) * 1e3 for begin, end in pairwise(events)]
 
 
 def candidates(

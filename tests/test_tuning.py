@@ -186,10 +186,10 @@ def test_a_kernel_that_computes_something_else_is_an_error(
 ) -> None:
     monkeypatch.setattr(tuning, "_COLD_BYTES", 0)
     monkeypatch.setattr(tuning, "_multiply", lambda _f, x, plan: x * (factor if "wrong" in plan else 1.0))
-    monkeypatch.setattr(tuning, "_microseconds", lambda _copies, x, plan: float(len(x)))
+    monkeypatch.setattr(tuning, "_microseconds", lambda _copies, x, plans: [float(len(x))] * len(plans))
     form, x = SimpleNamespace(**dict.fromkeys(tuning.KERNEL_TENSOR_NAMES)), torch.ones(16, 8)
     right, wrong = [Config("right", 1), Config("also_right", 2, 1)], Config("wrong", 3)
-    measured = tuning.measure(form, x, {1: right, 16: [*right, wrong]})  # type: ignore[arg-type]
-    assert [next(measured)[1].microseconds for _ in range(4)] == [1.0, 1.0, 16.0, 16.0]
+    measured = tuning.measure(form, x, {1: right, 4: right, 16: [*right, wrong]})  # type: ignore[arg-type]
+    assert [next(measured)[1].microseconds for _ in range(4)] == [1.0, 1.0, 4.0, 4.0]
     with pytest.raises(RuntimeError, match="wrong@3 and right@1 disagree for 16 tokens"):
         next(measured)
