@@ -46,28 +46,29 @@ class _Hopper:
 
 
 _HOPPER = {  # by rows and tokens of the tile
-    (128, 8): _Hopper(256, (0.419, 0.295), (0.508, 0.043), (0.186, 0.177), (0.153, 0.010)),
-    (128, 16): _Hopper(256, (0.472, 0.310), (0.532, 0.385), (0.093, 0.090), (0.161, 0.097)),
-    (128, 32): _Hopper(256, (0.598, 0.381), (0.658, 0.795), (0.068, 0.157), (0.344, 0.334), (0.2, 0.12)),
-    (128, 64): _Hopper(256, (0.864, 0.556), (0.089, 0.132), (0.096, 0.122), (0.114, 0.110)),
-    (128, 128): _Hopper(128, (0.724, 0.457), (0.000, 0.065), (0.095, 0.147), (0.122, 0.135)),
-    (128, 256): _Hopper(128, (1.461, 0.895), (0.000, 0.176), (0.110, 0.163), (0.120, 0.110)),
-    (256, 8): _Hopper(256, (0.893, 0.559), (0.864, 0.000), (-0.030, 0.172), (0.152, 0.072)),
-    (256, 64): _Hopper(256, (1.583, 1.035), (0.000, 0.000), (0.095, 0.119), (0.100, 0.100)),
+    (128, 8): _Hopper(256, (0.4124, 0.2710), (0.3859, 0.2913), (0.1501, 0.1560), (0.4270, 0.2139), (0.0478, 0.0497)),
+    (128, 16): _Hopper(256, (0.4789, 0.2999), (0.5303, 0.5207), (0.0531, 0.1045), (0.3592, 0.2532), (0.0512, 0.0400)),
+    (128, 32): _Hopper(256, (0.5807, 0.3732), (0.7210, 0.4434), (0.0537, 0.1497), (0.2942, 0.3672), (0.0423, 0.1289)),
+    (128, 64): _Hopper(256, (0.8466, 0.5727), (0.0000, 0.0525), (0.1528, 0.1412), (0.1519, 0.0862)),
+    (128, 128): _Hopper(128, (0.7285, 0.4662), (0.1977, 0.3740), (0.1343, 0.1800), (0.1116, 0.1384)),
+    (128, 256): _Hopper(128, (1.4377, 0.8863), (0.3621, 0.7916), (0.1205, 0.1799), (0.1171, 0.1209)),
+    (256, 8): _Hopper(256, (0.8962, 0.5763), (0.4847, 0.0796), (0.0310, 0.1424), (0.1822, 0.2311)),
+    (256, 64): _Hopper(256, (1.6088, 1.0718), (0.0853, 0.0446), (0.0501, 0.0787), (0.1000, 0.1000)),
 }
-_HOPPER_LAUNCH_US = 1.955  # until the first bytes are there, and the last stores out
-_HOPPER_BANDWIDTH_SHARE = 1.007  # of the memory's nominal bandwidth, streaming
+_HOPPER_LAUNCH_US = 1.544  # until the first bytes are there, and the last stores out
+_HOPPER_BANDWIDTH_SHARE = 1.003  # of the memory's nominal bandwidth, streaming
 _HOPPER_CLOCK_GHZ = 1.98  # of the H200: steps scale with the clock
-_HOPPER_STREAM_K_US = 0.650, 0.0343  # to add up a tile that blocks share; per KB of sums and block
-_HOPPER_CLUSTER_US = 1.766, 0.0055  # the same in a cluster
-_HOPPER_LARGE = 128  # tokens of a tile: smaller ones take part for up to twice their tokens
+_HOPPER_STREAM_K_US = 0.557, 0.0362  # to add up a tile that blocks share; per KB of sums and block
+_HOPPER_CLUSTER_US = 1.71, 0.0034  # the same in a cluster
+_HOPPER_LARGE = 128  # tokens of a tile: smaller ones take part for up to twice their tokens, and all from half of them
+_SMALLEST_TILE = 8
 _MANY = 4  # whole tiles of a block
-_IDLE_EXPONENT = 0.26  # few blocks still draw much of the bandwidth
+_IDLE_EXPONENT = 0.1708  # few blocks still draw much of the bandwidth
 # In the chain of a decoding step, behind a launch that leaves room for one block of the next on each multiprocessor,
 # that one's weights arrive early: in chains of a Llama-3-8B block's products (bench/chain.py) such grids were the
 # fastest wherever they were at most so much slower when timed alone, in those of a Llama-3-70B block all were alike.
 _ROOM_US = 4.0
-_ROOM_UP_TO_US = 16.0  # of streaming
+_ROOM_TOKENS, _ROOM_UP_TO_US = 32, 16.0  # of streaming
 
 # ---- both
 # Numbers of tokens for which a choice is made; in between, the next larger one's is taken.
@@ -311,9 +312,12 @@ def choice_of(steps: Mapping[float, Config], tokens: int) -> Config:
 def _configure(p: Problem, device: Device, kernel: Kernel, at_any_cost: bool = False) -> Config | Refusal:
     if reason := _refusal(device, kernel):
         return Refusal(kernel.name, reason)
-    small = kernel.min_capability == 90 and kernel.token_tile < _HOPPER_LARGE and 2 * kernel.token_tile < p.M
-    if small and not at_any_cost:
-        return Refusal(kernel.name, f"it is for up to {2 * kernel.token_tile} tokens, larger tiles read x less often")
+    if kernel.min_capability == 90 and not at_any_cost:
+        tile = kernel.token_tile
+        if tile < _HOPPER_LARGE and 2 * tile < p.M:
+            return Refusal(kernel.name, f"it is for up to {2 * tile} tokens, larger tiles read x less often")
+        if tile > 2 * max(p.M, _SMALLEST_TILE):
+            return Refusal(kernel.name, f"it is for {tile // 2} tokens or more, most of its tile would be padding")
     return min(
         (replace(c, microseconds=estimate(p, device, kernel, c)) for c in schedules(p, device, kernel)),
         key=lambda c: (cost(p, device, kernel, c), c.blocks, c.split),
@@ -359,8 +363,9 @@ def _resident(device: Device, kernel: Kernel) -> int:
 
 def cost(p: Problem, device: Device, kernel: Kernel, config: Config) -> float:
     """What a configuration with its time is chosen by, in microseconds: less where it leaves room for the next."""
-    room = kernel.min_capability == 90 and config.blocks == device.multiprocessors and _resident(device, kernel) > 1
-    matters = streamed_bytes(p) / (device.bandwidth_gbs * 1e3) < _ROOM_UP_TO_US
+    one_each = config.blocks == device.multiprocessors and config.split == STREAM_K
+    room = kernel.min_capability == 90 and one_each and _resident(device, kernel) > 1
+    matters = p.M <= _ROOM_TOKENS and streamed_bytes(p) / (device.bandwidth_gbs * 1e3) < _ROOM_UP_TO_US
     return config.microseconds - (_ROOM_US if room and matters else 0.0)
 
 
@@ -386,7 +391,7 @@ def _hopper_us(p: Problem, device: Device, kernel: Kernel, config: Config) -> fl
     busy += pieces * rates.piece[sparse]
     used = min(1.0, blocks / device.multiprocessors) ** _IDLE_EXPONENT
     memory = streamed_bytes(p) / (device.bandwidth_gbs * _HOPPER_BANDWIDTH_SHARE * used * 1e3)
-    sums = kernel.row_tile * min(kernel.token_tile, p.M) * 4 / 1024
+    sums = kernel.row_tile * min(kernel.token_tile, ceil(p.M / _SMALLEST_TILE) * _SMALLEST_TILE) * 4 / 1024
     exchange = 0.0
     if cut:
         base, per_kb = _HOPPER_STREAM_K_US
