@@ -68,7 +68,7 @@ _IDLE_EXPONENT = 0.1708  # few blocks still draw much of the bandwidth
 # that one's weights arrive early: in chains of a Llama-3-8B block's products (bench/chain.py) such grids were the
 # fastest wherever they were at most so much slower when timed alone, in those of a Llama-3-70B block all were alike.
 _ROOM_US = 4.0
-_ROOM_TOKENS, _ROOM_UP_TO_US = 32, 16.0  # of streaming
+_ROOM_UP_TO_US = 16.0  # of streaming
 
 # ---- both
 # Numbers of tokens for which a choice is made; in between, the next larger one's is taken.
@@ -365,7 +365,7 @@ def cost(p: Problem, device: Device, kernel: Kernel, config: Config) -> float:
     """What a configuration with its time is chosen by, in microseconds: less where it leaves room for the next."""
     one_each = config.blocks == device.multiprocessors and config.split == STREAM_K
     room = kernel.min_capability == 90 and one_each and _resident(device, kernel) > 1
-    matters = p.M <= _ROOM_TOKENS and streamed_bytes(p) / (device.bandwidth_gbs * 1e3) < _ROOM_UP_TO_US
+    matters = kernel.token_tile >= p.M and streamed_bytes(p) / (device.bandwidth_gbs * 1e3) < _ROOM_UP_TO_US
     return config.microseconds - (_ROOM_US if room and matters else 0.0)
 
 
