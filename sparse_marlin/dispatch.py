@@ -67,7 +67,7 @@ _IDLE_EXPONENT = 0.1708  # few blocks still draw much of the bandwidth
 # In the chain of a decoding step, behind a launch that leaves room for one block of the next on each multiprocessor,
 # that one's weights arrive early: in chains of a Llama-3-8B block's products (bench/chain.py) such grids were the
 # fastest wherever they were at most so much slower when timed alone, in those of a Llama-3-70B block all were alike.
-_ROOM_US = 4.0
+_ROOM_US, _ROOM_SHARE = 4.0, 0.25
 _ROOM_UP_TO_US = 16.0  # of streaming
 
 # ---- both
@@ -366,7 +366,7 @@ def cost(p: Problem, device: Device, kernel: Kernel, config: Config) -> float:
     one_each = config.blocks == device.multiprocessors and config.split == STREAM_K
     room = kernel.min_capability == 90 and one_each and _resident(device, kernel) > 1
     matters = kernel.token_tile >= p.M and streamed_bytes(p) / (device.bandwidth_gbs * 1e3) < _ROOM_UP_TO_US
-    return config.microseconds - (_ROOM_US if room and matters else 0.0)
+    return config.microseconds - (min(_ROOM_US, _ROOM_SHARE * config.microseconds) if room and matters else 0.0)
 
 
 def estimate(p: Problem, device: Device, kernel: Kernel, config: Config) -> float:
