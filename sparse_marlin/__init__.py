@@ -2,6 +2,7 @@
 
 from .checkpoints import convert, load, save
 from .compression import compress, patch_model
+from .integrations import transformers as _transformers  # noqa: F401  registers the format there
 from .linear import CompressedLinear
 from .scheme import Scheme
 

@@ -455,9 +455,11 @@ def _check_spare(checkpoint: Checkpoint, plain: Mapping[str, list[str]], spare: 
 def _tied_tensors(model: nn.Module, without: Collection[str]) -> Iterator[tuple[list[str], Tensor]]:
     """All names of each tensor of the model's state, except those in ``without``."""
     groups: dict[int, tuple[list[str], Tensor]] = {}
-    for name, t in model.state_dict(keep_vars=True).items():
+    state: dict[str, Tensor] = model.state_dict(keep_vars=True)
+    ties: dict[str, str] = getattr(model, "all_tied_weights_keys", {})  # from_pretrained ties after loading alone
+    for name, t in state.items():
         if name not in without:
-            groups.setdefault(id(t), ([], t))[0].append(name)
+            groups.setdefault(id(state.get(ties.get(name, name), t)), ([], t))[0].append(name)
     yield from groups.values()
 
 

@@ -1,0 +1,1 @@
+"""What other libraries need to read the checkpoints of this one."""
