@@ -66,7 +66,8 @@ _MANY = 4  # whole tiles of a block
 _IDLE_EXPONENT = 0.1708  # few blocks still draw much of the bandwidth
 # In the chain of a decoding step, behind a launch that leaves room for one block of the next on each multiprocessor,
 # that one's weights arrive early: in chains of a Llama-3-8B block's products (bench/chain.py) such grids were the
-# fastest wherever they were at most so much slower when timed alone, in those of a Llama-3-70B block all were alike.
+# fastest wherever they were at most so much slower when timed alone, in those of a Llama-3-70B block all were alike. Of
+# small layers it is worth a share of their time.
 _ROOM_US, _ROOM_SHARE = 4.0, 0.25
 _ROOM_UP_TO_US = 16.0  # of streaming
 

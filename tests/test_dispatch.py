@@ -17,6 +17,7 @@ from sparse_marlin import Scheme
 from sparse_marlin.dispatch import (
     PLAN_TOKENS,
     RECORDED,
+    RECORDED_KERNELS,
     Config,
     Device,
     Kernel,
@@ -25,6 +26,8 @@ from sparse_marlin.dispatch import (
     choice_of,
     choose,
     configurations,
+    cost,
+    estimate,
     explain,
     parse_plan,
     plan,
@@ -188,6 +191,61 @@ def test_small_token_tiles_leave_many_tokens_to_larger_ones() -> None:
     alone = choose(problem(300), H200, KERNELS[3:5])
     assert alone is not None, "they are right for every number of tokens"
     assert alone.kernel == "sm90_n64"
+
+
+def test_tiles_that_would_be_padding_are_refused() -> None:
+    reasons = {r.kernel: r.reason for r in configurations(problem(8), H200, KERNELS) if isinstance(r, Refusal)}
+    assert set(reasons) == {"sm90_n64", "sm90_n256"}
+    assert reasons["sm90_n64"] == "it is for 32 tokens or more, most of its tile would be padding"
+    assert chosen(problem(1), H200) == "sm90_n8"
+    alone = choose(problem(1), H200, KERNELS[4:5])
+    assert alone is not None, "it is right for one token as well"
+
+
+def test_room_for_the_next_launch_is_worth_a_little_time() -> None:
+    """In chains, a block on each multiprocessor is faster, beside which one of the next launch finds room."""
+    kernel = next(k for k in RECORDED_KERNELS if k.name == "sm90_128x8")
+
+    def fastest(p: Problem) -> Config:
+        return min(
+            (replace(c, microseconds=estimate(p, H200, kernel, c)) for c in schedules(p, H200, kernel)),
+            key=lambda c: c.microseconds,
+        )
+
+    def taken(p: Problem) -> Config:
+        config = choose(p, H200, [kernel])
+        assert config is not None
+        return config
+
+    gate_up = problem(1, 28672, 4096, DENSE)
+    assert fastest(gate_up).step == "sm90_128x8@224/1"
+    assert taken(gate_up).step == "sm90_128x8@132"
+    assert taken(gate_up).microseconds < fastest(gate_up).microseconds + 4
+    streams_long = problem(1, 28672, 8192, DENSE)
+    assert taken(streams_long) == fastest(streams_long)
+    more_than_a_tile = replace(gate_up, M=16)
+    assert taken(more_than_a_tile) == fastest(more_than_a_tile)
+    room = replace(fastest(gate_up), blocks=132, split=0, microseconds=4.0)
+    assert cost(gate_up, H200, kernel, room) == 3.0, "a quarter at most"
+
+
+def test_choices_are_near_the_fastest_that_were_measured() -> None:
+    """On the H200 that the committed calibration is of, to which the constants were not fitted."""
+    results = Path(__file__).parents[1] / "bench" / "results" / "h200" / "calibration.json"
+    data = json.loads(results.read_text(encoding="utf-8"))
+    device = Device(**{**data["meta"]["device"], "clusters": tuple(data["meta"]["device"]["clusters"])})
+    tables = {s: {k["name"]: Kernel(**k) for k in table} for s, table in data["meta"]["kernels"].items()}
+    measured: dict[Problem, list[tuple[float, float]]] = {}
+    for r in data["rows"]:
+        p, config = (
+            problem(r["M"], r["N"], r["K"], SPARSE if r["sparsity"] == "2:4" else DENSE),
+            Config.parse(r["step"]),
+        )
+        expected = estimate(p, device, tables[r["sparsity"]][config.kernel], config)
+        measured.setdefault(p, []).append((expected, r["us"]))
+    losses = [min(of)[1] / min(us for _, us in of) - 1 for of in measured.values()]
+    assert len(losses) > 200
+    assert sum(losses) / len(losses) < 0.01 and max(losses) < 0.15
 
 
 # Tiles of y that were the fastest of all on an H200, group 128, float16, in the runs that the constants are fitted to.

@@ -130,10 +130,8 @@ def fit(files: Sequence[dict[str, Any]]) -> None:
         for r in data["rows"]:
             scheme = Scheme(4, 128, None if r["sparsity"] == "none" else r["sparsity"])
             config = Config.parse(r["step"])
-            problem, kernel = (
-                Problem(r["M"], r["N"], r["K"], scheme, torch.float16),
-                kernels[r["sparsity"]][config.kernel],
-            )
+            problem = Problem(r["M"], r["N"], r["K"], scheme, torch.float16)
+            kernel = kernels[r["sparsity"]][config.kernel]
             if config in dispatch.schedules(problem, device, kernel):  # of an older file, what is still offered
                 problems.setdefault((i, problem), []).append(len(rows))
                 rows.append((problem, kernel, config, r["us"]))
