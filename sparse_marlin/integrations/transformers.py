@@ -90,7 +90,7 @@ class SparseMarlinQuantizer(HfQuantizer):
 
     @property
     def is_trainable(self) -> bool:
-        """Integers have no gradients; adapters of PEFT on other modules do."""
+        """No gradient passes through a compressed layer, not even to what precedes it: Trainer shall refuse."""
         return False
 
     @property

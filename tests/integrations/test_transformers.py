@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
+from transformers.trainer_utils import validate_quantization_for_training
 
 from sparse_marlin import CompressedLinear, Scheme, compress, load, save
 from sparse_marlin.checkpoints import CheckpointError
@@ -120,6 +121,21 @@ def test_what_the_quantizer_says_of_itself(pristine: Path) -> None:
     quantizer = from_pretrained(pristine).hf_quantizer
     assert isinstance(quantizer, SparseMarlinQuantizer)
     assert quantizer.is_serializable() and quantizer.is_compileable and not quantizer.is_trainable
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_casts_as_what_load_loads(pristine: Path, dtype: torch.dtype) -> None:
+    assert_same(from_pretrained(pristine).to(dtype), load(pristine).to(dtype))
+    assert_same(from_pretrained(pristine, dtype=dtype).to(torch.float32), load(pristine, dtype=dtype).to(torch.float32))
+
+
+def test_trainer_refuses(pristine: Path) -> None:
+    """No gradient passes through compressed layers; the flag that this needs forbids half() and float(), not to()."""
+    model = from_pretrained(pristine)
+    with pytest.raises(ValueError, match="cannot perform fine-tuning on purely quantized models"):
+        validate_quantization_for_training(model)
+    with pytest.raises(ValueError, match=r"`\.half\(\)` is not supported for quantized model"):
+        model.half()
 
 
 # ------------------------------------------------------------------------------------------------------------- damage
