@@ -44,6 +44,7 @@ class SparseMarlinQuantizer(HfQuantizer):
     def __init__(self, quantization_config: SparseMarlinConfig, **options: Any) -> None:
         super().__init__(quantization_config, **options)
         self._compute: torch.dtype | None = None
+        self._checkpoint: reading.Checkpoint | None = None
 
     def update_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """Remembers what the model shall compute in."""
@@ -60,6 +61,7 @@ class SparseMarlinQuantizer(HfQuantizer):
         # transformers itself only warns of tensors that are missing, and leaves random numbers in their place.
         path = Path(checkpoint_files[0]).parent
         checkpoint = reading.open_checkpoint(path, read_json(path / CONFIG_NAME), native.FORMAT)
+        self._checkpoint = checkpoint
         for name, stored in checkpoint.layers.items():
             assert stored.scheme is not None
             layer = CompressedLinear.empty(
@@ -80,8 +82,11 @@ class SparseMarlinQuantizer(HfQuantizer):
                     "model without tp_plan"
                 )
             layer.requires_grad_(False)
-            if not any(t.is_meta for t in layer.parameters()):  # offloaded ones come and go
+            if not any(t.is_meta for t in layer.parameters()):
                 _check(name, layer)
+            elif self._checkpoint is not None and self._compute is not None:
+                self._checkpoint.read_layer(name, self._compute)  # offloaded: what it checks is in the files alone
+        self._checkpoint = None
         return model
 
     def is_serializable(self, **_: Any) -> bool:
@@ -101,7 +106,7 @@ class SparseMarlinQuantizer(HfQuantizer):
 
 def _check(name: str, layer: CompressedLinear) -> None:
     for leaf, t in layer.named_parameters():
-        if t.is_floating_point() and not bool(torch.isfinite(t).all()):
+        if leaf != "bias" and t.is_floating_point() and not bool(torch.isfinite(t).all()):
             raise CheckpointError(f"tensor {name}.{leaf} holds values that are not finite in {t.dtype}")
     try:
         layer.packed.check_indices()

@@ -25,6 +25,10 @@ from sparse_marlin.packed import PackedWeight
 Q_PROJ = "model.layers.0.self_attn.q_proj"  # 2:4 INT4 in saved.compress_blocks
 
 
+ON_CPU = ("model.embed_tokens", "model.layers.1", "model.norm", "model.rotary_emb", "lm_head")
+ON_DISK = {"model.layers.0": "disk", **dict.fromkeys(ON_CPU, "cpu")}
+
+
 def from_pretrained(path: Path, **options: Any) -> Any:
     return AutoModelForCausalLM.from_pretrained(path, **options)
 
@@ -73,6 +77,12 @@ def variant(kind: str) -> Any:
         model = saved.compress_blocks(saved.llama(tie_word_embeddings=True))
         model.lm_head = compress(model.lm_head, None, 8, 32)
         return model
+    if kind.startswith("columns"):  # whose 2:4 indices, or INT4 codes, do not fill whole bytes
+        k = int(kind[7:])
+        model = saved.llama(intermediate_size=k)
+        down = "model.layers.0.mlp.down_proj"
+        saved.replace(model, down, compress(model.get_submodule(down), "2:4" if k % 4 == 0 else None, 4, -1))
+        return model
     model = saved.llama()
     linear = model.get_submodule(Q_PROJ)
     if kind.startswith("adapters"):
@@ -90,7 +100,9 @@ def variant(kind: str) -> Any:
     return model
 
 
-@pytest.mark.parametrize("kind", ["tied", "biases", "scales", "head", "act-order", "adapters4", "adapters16"])
+@pytest.mark.parametrize(
+    "kind", ["tied", "biases", "scales", "head", "columns100", "columns101", "act-order", "adapters4", "adapters16"]
+)
 def test_round_trip(tmp_path: Path, kind: str) -> None:
     model = variant(kind)
     save(model, tmp_path / "ours")
@@ -123,6 +135,18 @@ def test_what_the_quantizer_says_of_itself(pristine: Path) -> None:
     assert quantizer.is_serializable() and quantizer.is_compileable and not quantizer.is_trainable
 
 
+def test_offloads_to_disk(pristine: Path, tmp_path: Path) -> None:
+    model = from_pretrained(pristine, device_map=ON_DISK, offload_folder=tmp_path)
+    assert model.get_submodule(Q_PROJ).qweight.is_meta
+    assert torch.equal(saved.logits(model), saved.logits(load(pristine)))
+
+
+def test_compiles_without_graph_breaks(pristine: Path) -> None:
+    model, tokens = from_pretrained(pristine), torch.arange(8)[None]
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    assert torch.equal(compiled(tokens, use_cache=False).logits, model(tokens, use_cache=False).logits)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_casts_as_what_load_loads(pristine: Path, dtype: torch.dtype) -> None:
     assert_same(from_pretrained(pristine).to(dtype), load(pristine).to(dtype))
@@ -146,6 +170,7 @@ def poisoned(t: Tensor, value: float) -> Tensor:
     return t
 
 
+@pytest.mark.parametrize("device_map", [None, ON_DISK], ids=["memory", "disk"])
 @pytest.mark.parametrize(
     ("name", "change", "text"),
     [
@@ -159,7 +184,12 @@ def poisoned(t: Tensor, value: float) -> Tensor:
     ],
 )
 def test_damaged_tensors(
-    pristine: Path, tmp_path: Path, name: str, change: Callable[[Any], Tensor] | None, text: str
+    pristine: Path,
+    tmp_path: Path,
+    device_map: dict[str, str] | None,
+    name: str,
+    change: Callable[[Any], Tensor] | None,
+    text: str,
 ) -> None:
     tensors = {n: t.clone() for n, t in load_file(pristine / "model.safetensors").items()}
     before = tensors.pop(name, None)
@@ -168,7 +198,7 @@ def test_damaged_tensors(
     (tmp_path / "config.json").write_bytes((pristine / "config.json").read_bytes())
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(CheckpointError, match=f"(?s){text}"):
-        from_pretrained(tmp_path)
+        from_pretrained(tmp_path, device_map=device_map, offload_folder=tmp_path / "offloaded")
 
 
 @pytest.mark.parametrize(
