@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from . import ops, runtime  # noqa: F401  ops registers torch.ops.sparse_marlin
+from . import ops, runtime
 from .layouts import KERNEL_TENSOR_NAMES, KernelWeight, canonical_codes, to_kernel
 from .packed import TENSOR_NAMES, PackedWeight
 from .scheme import AdapterScheme, Scheme
@@ -184,12 +184,13 @@ class CompressedLinear(nn.Module):
         Raises:
             ValueError: if the last dimension is not in_features, or the dtype is not the layer's outside autocast.
         """
-        if x.shape[-1:] != (self.in_features,):
+        # A decoding step takes a GPU a few microseconds: no attribute is asked for that a module must look for.
+        if x.dim() == 0 or x.shape[-1] != self.in_features:
             raise ValueError(f"the last dimension of x must be in_features = {self.in_features}, got {list(x.shape)}")
-        device = x.device.type
+        device = "cuda" if x.is_cuda else x.device.type
         if device in _AUTOCAST_DEVICES and torch.is_autocast_enabled(device):
             x = x.to(torch.get_autocast_dtype(device))
-        elif x.dtype != self.scales.dtype:
+        elif x.dtype != self._parameters["scales"].dtype:  # type: ignore[union-attr]
             raise ValueError(
                 f"x is {x.dtype}, but this layer computes in {self.scales.dtype}: "
                 "cast x, call .to(dtype) on the model, or use torch.autocast"
@@ -200,7 +201,7 @@ class CompressedLinear(nn.Module):
         return y if self.adapter is None else self.adapter(x, y)
 
     def _reference(self, x: Tensor) -> Tensor:
-        y: Tensor = torch.ops.sparse_marlin.linear(
+        y: Tensor = ops.linear(
             x,
             self.qweight,
             self.scales,
@@ -224,9 +225,8 @@ class CompressedLinear(nn.Module):
             raise RuntimeError(
                 f"this layer was prepared for {self._prepared_for}: call prepare({x.dtype}) before compiling"
             )
-        # A decoding step is a few microseconds on the GPU: access to tensors as attributes of a module takes longer.
-        form, bias = self._buffers, self._parameters["bias"]
-        y: Tensor = torch.ops.sparse_marlin.gemm.default(  # torch need not look for the overload
+        form, bias, scheme = self._buffers, self._parameters["bias"], self.scheme
+        y: Tensor = ops.gemm(
             x,
             form["kernel_weights"],
             form["kernel_meta"],
@@ -235,9 +235,9 @@ class CompressedLinear(nn.Module):
             form["kernel_perm"],
             bias if bias is None or bias.dtype == x.dtype else bias.to(x.dtype),
             self.out_features,
-            self.scheme.num_bits,
-            self.scheme.group_size,
-            not self.scheme.symmetric,
+            scheme.num_bits,
+            scheme.group_size,
+            not scheme.symmetric,
             self._plan,
         )
         return y

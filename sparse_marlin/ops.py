@@ -100,3 +100,7 @@ def _gemm_fake(
 _library.impl("linear", _linear, "CompositeExplicitAutograd")
 torch.library.register_fake("sparse_marlin::linear", _linear_fake, lib=_library)
 torch.library.register_fake("sparse_marlin::gemm", _gemm_fake, lib=_library)
+
+# Named once: looking for an overload takes longer than calling it.
+linear = torch.ops.sparse_marlin.linear.default
+gemm = torch.ops.sparse_marlin.gemm.default

@@ -8,7 +8,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from . import ops  # noqa: F401  defines what the extension implements
+from . import ops
 from .build import BuildError, extension_path, mode
 from .dispatch import STREAM_K, WHOLE, Config, Device, Kernel, Problem, configurations, why_not
 from .layouts import KernelWeight, to_kernel
@@ -141,7 +141,7 @@ def random_weight(N: int, K: int, scheme: Scheme, where: torch.device) -> Packed
 def multiply(form: KernelWeight, x: Tensor, plan: str) -> Tensor:
     """``x @ w.T`` by the kernels that ``plan`` names (see :func:`sparse_marlin.dispatch.plan`)."""
     s = form.scheme
-    y: Tensor = torch.ops.sparse_marlin.gemm.default(
+    y: Tensor = ops.gemm(
         x,
         form.weights,
         form.meta,

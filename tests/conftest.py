@@ -20,6 +20,11 @@ def pytest_configure(config: pytest.Config) -> None:
     )
 
 
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("cuda") and not torch.cuda.is_available():
+        pytest.skip("needs an NVIDIA GPU")
+
+
 @pytest.fixture(autouse=True)
 def _seeded() -> Iterator[None]:
     """Every test starts from the same seed and leaves torch's global state as it was."""

@@ -27,11 +27,6 @@ SCHEMES = [
 ]
 
 
-def cuda(test: Any) -> Any:
-    skip = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
-    return pytest.mark.cuda(skip(test))
-
-
 @pytest.fixture(autouse=True)
 def fresh() -> Iterator[None]:
     """Nothing that one test found out about this process is known to the next one."""
@@ -123,7 +118,7 @@ def relative_error(y: Tensor, x: Tensor, packed: PackedWeight, bias: Tensor | No
     return float((y.double() - want).norm() / want.norm())
 
 
-@cuda
+@pytest.mark.cuda
 @pytest.mark.parametrize("scheme", SCHEMES, ids=str)
 @pytest.mark.parametrize(("n", "k"), [(256, 512), (200, 896), (8, 128)])
 def test_layer_uses_the_kernels_and_is_right(scheme: Scheme, n: int, k: int) -> None:
@@ -140,7 +135,7 @@ def test_layer_uses_the_kernels_and_is_right(scheme: Scheme, n: int, k: int) -> 
     assert all(torch.equal(t, state[name]) for name, t in layer.state_dict().items())
 
 
-@cuda
+@pytest.mark.cuda
 def test_strides_and_alignment_of_the_inputs() -> None:
     n, k = 256, 512
     packed = weight(SCHEMES[0], n, k, "cuda")
@@ -160,7 +155,7 @@ def test_strides_and_alignment_of_the_inputs() -> None:
         assert torch.equal(layer(x), layer(x.contiguous()))
 
 
-@cuda
+@pytest.mark.cuda
 def test_graphs_replayed_at_once_do_not_disturb_each_other() -> None:
     """Each captured graph has a workspace of its own, and eager calls have another one."""
     n, k, tokens = 256, 8192, 16  # few tiles, long sums: blocks have to exchange partial sums
@@ -196,7 +191,7 @@ def test_graphs_replayed_at_once_do_not_disturb_each_other() -> None:
         assert torch.equal(y, want[0])
 
 
-@cuda
+@pytest.mark.cuda
 def test_streams_do_not_disturb_each_other() -> None:
     n, k = 256, 8192
     packed = [weight(SCHEMES[0], n, k, "cuda", seed) for seed in range(4)]
@@ -215,7 +210,7 @@ def test_streams_do_not_disturb_each_other() -> None:
         assert all(torch.equal(y, right) for y in ys)
 
 
-@cuda
+@pytest.mark.cuda
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_other_device_than_the_current_one() -> None:
     packed = weight(SCHEMES[0], 256, 512, "cuda:1")
@@ -224,7 +219,7 @@ def test_other_device_than_the_current_one() -> None:
     assert torch.cuda.current_device() == 0
 
 
-@cuda
+@pytest.mark.cuda
 def test_compiled_with_graphs() -> None:
     packed = weight(SCHEMES[0], 256, 512, "cuda")
     layer = CompressedLinear(packed)
@@ -235,7 +230,7 @@ def test_compiled_with_graphs() -> None:
         assert torch.equal(compiled(x), layer(x))
 
 
-@cuda
+@pytest.mark.cuda
 def test_operator_checks_what_it_gets() -> None:
     packed = weight(SCHEMES[0], 256, 512, "cuda")
     assert CompressedLinear(packed).prepare()

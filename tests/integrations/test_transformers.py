@@ -20,6 +20,7 @@ from transformers.trainer_utils import validate_quantization_for_training
 from sparse_marlin import CompressedLinear, Scheme, compress, load, save
 from sparse_marlin.checkpoints import CheckpointError
 from sparse_marlin.integrations.transformers import SparseMarlinConfig, SparseMarlinQuantizer
+from sparse_marlin.linear import compressed_layers
 from sparse_marlin.packed import PackedWeight
 
 Q_PROJ = "model.layers.0.self_attn.q_proj"  # 2:4 INT4 in saved.compress_blocks
@@ -160,6 +161,46 @@ def test_trainer_refuses(pristine: Path) -> None:
         validate_quantization_for_training(model)
     with pytest.raises(ValueError, match=r"`\.half\(\)` is not supported for quantized model"):
         model.half()
+
+
+# ------------------------------------------------------------------------------------------------------------ on a GPU
+
+
+def on_gpu(path: Path) -> Any:
+    return from_pretrained(path, dtype=torch.float16, device_map="cuda")
+
+
+def error(got: Tensor, want: Tensor) -> float:
+    return float((got.cpu().double() - want.double()).norm() / want.double().norm())
+
+
+@pytest.mark.cuda
+def test_gpu_computes_what_the_cpu_computes(pristine: Path) -> None:
+    model, tokens = on_gpu(pristine), torch.arange(60).view(2, 30)
+    with torch.no_grad():
+        assert error(model(tokens.cuda()).logits, load(pristine)(tokens).logits) < 0.02
+    layers = compressed_layers(model)
+    assert layers and all(layer.qweight is None for layer in layers.values())  # the kernels have them
+
+
+@pytest.mark.cuda
+def test_what_a_gpu_has_used_is_saved_as_it_came(pristine: Path, tmp_path: Path) -> None:
+    model = on_gpu(pristine)
+    with torch.no_grad():
+        model(torch.arange(8, device="cuda")[None])
+    model.save_pretrained(tmp_path / "m")
+    assert_same(load(tmp_path / "m"), load(pristine, dtype=torch.float16))
+
+
+@pytest.mark.cuda
+def test_gpu_generates_with_a_static_cache(pristine: Path) -> None:
+    """transformers compiles the decoding step then, with CUDA graphs."""
+    model, tokens = on_gpu(pristine), torch.arange(8, device="cuda")[None]
+    options = {"max_new_tokens": 12, "min_new_tokens": 12, "do_sample": False}
+    want = model.generate(tokens, **options)
+    assert want.shape == (1, 20)
+    for _ in range(2):
+        assert torch.equal(model.generate(tokens, cache_implementation="static", **options), want)
 
 
 # ------------------------------------------------------------------------------------------------------------- damage

@@ -388,7 +388,6 @@ def test_rearranging_is_quick() -> None:
 
 
 @pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 @pytest.mark.parametrize("scheme", [Scheme(4, 128, None), Scheme(4, 128, "2:4"), Scheme(8, 128, None, False)], ids=str)
 def test_a_gpu_does_the_same_in_fifty_milliseconds(scheme: Scheme) -> None:
     small = random_weight(300, 640, scheme)
