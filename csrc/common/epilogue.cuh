@@ -76,7 +76,7 @@ PTX_INLINE void push_partials(const Piece<T>& p, const float (&acc)[CELLS][4]) {
 // latency: of several cells, and of several blocks where the cells are few.
 template <int N8, int THREADS, int CELLS, class T>
 PTX_INLINE void pull_partials(const Piece<T>& p, float (&acc)[CELLS][4]) {
-  constexpr int IN_FLIGHT = 8, BATCH = CELLS < IN_FLIGHT ? CELLS : IN_FLIGHT, BLOCKS = IN_FLIGHT / BATCH;
+  constexpr int BATCH = CELLS < 8 ? CELLS : 8, BLOCKS = CELLS == 1 ? 8 : CELLS < 8 ? 10 / CELLS : 1;
   static_assert(CELLS % BATCH == 0);
   constexpr size_t SLOT = CELLS * THREADS;
 #pragma unroll

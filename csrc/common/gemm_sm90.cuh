@@ -34,9 +34,8 @@ struct Sm90Config {
   // Finished tiles go through the ring to bulk stores. Stores from the registers take longer than a tile's last stages.
   static constexpr bool STAGED = TOKENS >= 128;
   // The producers' registers go to the consumers. That needs a whole warpgroup of producers.
-  static constexpr bool MOVE_REGISTERS = STAGED || WARPGROUPS == 4;
-  static constexpr int CONSUMER_REGISTERS = WARPGROUPS == 4 ? 112 : 232;
-  static constexpr int PRODUCER_REGISTERS = WARPGROUPS == 4 ? 32 : 40;
+  static constexpr bool MOVE_REGISTERS = STAGED;
+  static constexpr int CONSUMER_REGISTERS = 232, PRODUCER_REGISTERS = 40;
   static constexpr int THREADS = CONSUMERS + (MOVE_REGISTERS ? 128 : 64);
 
   static constexpr int FRAGMENT_K = layout::fragment_k(Weights::BITS, Weights::SPARSE);

@@ -11,7 +11,8 @@ template <class W> void add_sm90(std::vector<Instance>& list) {
     list.push_back(instance_sm90<Sm90Config<W, 2, 8, 256, 4, 2>>("sm90_128x8"));
     list.push_back(instance_sm90<Sm90Config<W, 4, 8, 256, 4, 1>>("sm90_256x8"));
     list.push_back(instance_sm90<Sm90Config<W, 2, 16, 256, 4, 2>>("sm90_128x16"));
-    list.push_back(instance_sm90<Sm90Config<W, 2, 32, 256, 2, 2>>("sm90_128x32"));
+    list.push_back(instance_sm90<Sm90Config<W, 2, 32, 256, 4, 1>>("sm90_128x32"));
+    list.push_back(instance_sm90<Sm90Config<W, 4, 32, 256, W::SPARSE ? 2 : 4, 1>>("sm90_256x32"));
     list.push_back(instance_sm90<Sm90Config<W, 2, 64, 256, 2, 1>>("sm90_128x64"));
     list.push_back(instance_sm90<Sm90Config<W, 4, 64, 256, 2, 1>>("sm90_256x64"));
     list.push_back(instance_sm90<Sm90Config<W, 2, 128, 128, 2, 1>>("sm90_128x128"));
