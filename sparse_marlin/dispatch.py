@@ -46,24 +46,25 @@ class _Hopper:
 
 
 _HOPPER = {  # by rows and tokens of the tile
-    (128, 8): _Hopper(256, (0.4124, 0.2710), (0.3859, 0.2913), (0.1501, 0.1560), (0.4270, 0.2139), (0.0478, 0.0497)),
-    (128, 16): _Hopper(256, (0.4789, 0.2999), (0.5303, 0.5207), (0.0531, 0.1045), (0.3592, 0.2532), (0.0512, 0.0400)),
-    (128, 32): _Hopper(256, (0.5807, 0.3732), (0.7210, 0.4434), (0.0537, 0.1497), (0.2942, 0.3672), (0.0423, 0.1289)),
-    (128, 64): _Hopper(256, (0.8466, 0.5727), (0.0000, 0.0525), (0.1528, 0.1412), (0.1519, 0.0862)),
-    (128, 128): _Hopper(128, (0.7285, 0.4662), (0.1977, 0.3740), (0.1343, 0.1800), (0.1116, 0.1384)),
-    (128, 256): _Hopper(128, (1.4377, 0.8863), (0.3621, 0.7916), (0.1205, 0.1799), (0.1171, 0.1209)),
-    (256, 8): _Hopper(256, (0.8962, 0.5763), (0.4847, 0.0796), (0.0310, 0.1424), (0.1822, 0.2311)),
-    (256, 64): _Hopper(256, (1.6088, 1.0718), (0.0853, 0.0446), (0.0501, 0.0787), (0.1000, 0.1000)),
+    (128, 8): _Hopper(256, (0.4040, 0.2827), (0.4990, 0.2881), (0.1603, 0.1404), (0.4456, 0.1751), (0.0022, 0.0284)),
+    (128, 16): _Hopper(256, (0.4660, 0.3051), (0.5976, 0.3667), (0.0521, 0.1103), (0.3758, 0.2130), (0.0538, 0.0425)),
+    (128, 32): _Hopper(256, (0.5842, 0.3914), (0.5010, 0.3079), (0.0945, 0.1818), (0.2843, 0.1803)),
+    (128, 64): _Hopper(256, (0.8525, 0.5437), (0.0359, 0.3895), (0.0944, 0.0873), (0.1251, 0.0692)),
+    (128, 128): _Hopper(128, (0.7191, 0.4572), (0.4949, 0.6454), (0.1174, 0.1701), (0.1241, 0.1320)),
+    (128, 256): _Hopper(128, (1.4680, 0.8809), (0.5885, 0.9078), (0.0629, 0.1660), (0.1304, 0.1093)),
+    (256, 8): _Hopper(256, (0.8446, 0.6321), (0.7105, 0.0980), (-0.0281, 0.0459), (0.2288, 0.1109)),
+    (256, 32): _Hopper(256, (1.0878, 0.6593), (0.7783, 0.8523), (0.0244, 0.0783), (0.2401, 0.2966)),
+    (256, 64): _Hopper(256, (1.6485, 1.0492), (0.2577, 0.5113), (0.0395, 0.0719), (0.0997, 0.0996)),
 }
-_HOPPER_LAUNCH_US = 1.544  # until the first bytes are there, and the last stores out
-_HOPPER_BANDWIDTH_SHARE = 1.003  # of the memory's nominal bandwidth, streaming
+_HOPPER_LAUNCH_US = 1.6006  # until the first bytes are there, and the last stores out
+_HOPPER_BANDWIDTH_SHARE = 1.0169  # of the memory's nominal bandwidth, streaming
 _HOPPER_CLOCK_GHZ = 1.98  # of the H200: steps scale with the clock
-_HOPPER_STREAM_K_US = 0.557, 0.0362  # to add up a tile that blocks share; per KB of sums and block
-_HOPPER_CLUSTER_US = 1.71, 0.0034  # the same in a cluster
+_HOPPER_STREAM_K_US = 0.4599, 0.0362  # to add up a tile that blocks share; per KB of sums and block
+_HOPPER_CLUSTER_US = 1.3932, 0.0029  # the same in a cluster
 _HOPPER_LARGE = 128  # tokens of a tile: smaller ones take part for up to twice their tokens, and all from half of them
 _SMALLEST_TILE = 8
 _MANY = 4  # whole tiles of a block
-_IDLE_EXPONENT = 0.1708  # few blocks still draw much of the bandwidth
+_IDLE_EXPONENT = 0.2027  # few blocks still draw much of the bandwidth
 # In the chain of a decoding step, behind a launch that leaves room for one block of the next on each multiprocessor,
 # that one's weights arrive early: in chains of a Llama-3-8B block's products (bench/chain.py) such grids were the
 # fastest wherever they were at most so much slower when timed alone, in those of a Llama-3-70B block all were alike. Of
@@ -145,7 +146,7 @@ class Problem:
 RECORDED_KERNELS = tuple(
     Kernel(f"sm90_{rows}x{tokens}", 90, 90, tokens, rows, rates.k_tile, (220 << 10) // blocks, blocks)
     for (rows, tokens), rates in _HOPPER.items()
-    for blocks in [2 if rows == 128 and tokens <= 32 else 1]
+    for blocks in [2 if rows == 128 and tokens <= 16 else 1]
 )
 
 
