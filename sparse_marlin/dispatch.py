@@ -46,25 +46,25 @@ class _Hopper:
 
 
 _HOPPER = {  # by rows and tokens of the tile
-    (128, 8): _Hopper(256, (0.4040, 0.2827), (0.4990, 0.2881), (0.1603, 0.1404), (0.4456, 0.1751), (0.0022, 0.0284)),
-    (128, 16): _Hopper(256, (0.4660, 0.3051), (0.5976, 0.3667), (0.0521, 0.1103), (0.3758, 0.2130), (0.0538, 0.0425)),
-    (128, 32): _Hopper(256, (0.5842, 0.3914), (0.5010, 0.3079), (0.0945, 0.1818), (0.2843, 0.1803)),
-    (128, 64): _Hopper(256, (0.8525, 0.5437), (0.0359, 0.3895), (0.0944, 0.0873), (0.1251, 0.0692)),
-    (128, 128): _Hopper(128, (0.7191, 0.4572), (0.4949, 0.6454), (0.1174, 0.1701), (0.1241, 0.1320)),
-    (128, 256): _Hopper(128, (1.4680, 0.8809), (0.5885, 0.9078), (0.0629, 0.1660), (0.1304, 0.1093)),
-    (256, 8): _Hopper(256, (0.8446, 0.6321), (0.7105, 0.0980), (-0.0281, 0.0459), (0.2288, 0.1109)),
-    (256, 32): _Hopper(256, (1.0878, 0.6593), (0.7783, 0.8523), (0.0244, 0.0783), (0.2401, 0.2966)),
-    (256, 64): _Hopper(256, (1.6485, 1.0492), (0.2577, 0.5113), (0.0395, 0.0719), (0.0997, 0.0996)),
+    (128, 8): _Hopper(256, (0.4130, 0.2778), (0.4508, 0.3632), (0.2374, 0.1501), (0.3653, 0.1625), (0.0231, 0.0129)),
+    (128, 16): _Hopper(256, (0.4426, 0.3016), (0.6853, 0.4381), (0.0460, 0.1089), (0.4727, 0.2073), (0.0259, 0.0333)),
+    (128, 32): _Hopper(256, (0.6039, 0.4027), (0.5174, 0.3130), (0.1028, 0.1353), (0.2493, 0.1545)),
+    (128, 64): _Hopper(256, (0.8781, 0.5562), (0.0367, 0.5123), (0.1162, 0.0981), (0.1026, 0.0826)),
+    (128, 128): _Hopper(128, (0.7237, 0.4592), (0.9616, 0.7638), (0.1185, 0.1762), (0.1220, 0.1307)),
+    (128, 256): _Hopper(128, (1.4731, 0.8908), (0.0000, 1.0427), (0.0951, 0.1600), (0.1408, 0.1033)),
+    (256, 8): _Hopper(256, (0.8376, 0.5998), (0.9158, 0.3412), (0.0007, 0.0264), (0.2404, 0.1483)),
+    (256, 32): _Hopper(256, (1.1176, 0.6575), (0.8255, 1.0900), (0.0080, 0.0622), (0.2056, 0.3203)),
+    (256, 64): _Hopper(256, (1.6548, 1.0294), (0.5055, 0.8448), (0.0471, 0.1120), (0.0997, 0.0996)),
 }
-_HOPPER_LAUNCH_US = 1.6006  # until the first bytes are there, and the last stores out
-_HOPPER_BANDWIDTH_SHARE = 1.0169  # of the memory's nominal bandwidth, streaming
+_HOPPER_LAUNCH_US = 1.5730  # until the first bytes are there, and the last stores out
+_HOPPER_BANDWIDTH_SHARE = 1.0126  # of the memory's nominal bandwidth, streaming
 _HOPPER_CLOCK_GHZ = 1.98  # of the H200: steps scale with the clock
-_HOPPER_STREAM_K_US = 0.4599, 0.0362  # to add up a tile that blocks share; per KB of sums and block
-_HOPPER_CLUSTER_US = 1.3932, 0.0029  # the same in a cluster
+_HOPPER_STREAM_K_US = 0.4879, 0.0306  # to add up a tile that blocks share; per KB of sums and block
+_HOPPER_CLUSTER_US = 1.2090, 0.0031  # the same in a cluster
 _HOPPER_LARGE = 128  # tokens of a tile: smaller ones take part for up to twice their tokens, and all from half of them
 _SMALLEST_TILE = 8
 _MANY = 4  # whole tiles of a block
-_IDLE_EXPONENT = 0.2027  # few blocks still draw much of the bandwidth
+_IDLE_EXPONENT = 0.1510  # few blocks still draw much of the bandwidth
 # In the chain of a decoding step, behind a launch that leaves room for one block of the next on each multiprocessor,
 # that one's weights arrive early: in chains of a Llama-3-8B block's products (bench/chain.py) such grids were the
 # fastest wherever they were at most so much slower when timed alone, in those of a Llama-3-70B block all were alike. Of

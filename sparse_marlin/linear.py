@@ -179,7 +179,8 @@ class CompressedLinear(nn.Module):
             x: [..., K], any strides. Under autocast it is cast as ``nn.Linear`` would cast it.
 
         Returns:
-            [..., N] in the dtype of x (under autocast: the autocast dtype).
+            [..., N] in the dtype of x (under autocast: the autocast dtype). A gradient passes to x alone, by way of the
+            whole dequantized weight.
 
         Raises:
             ValueError: if the last dimension is not in_features, or the dtype is not the layer's outside autocast.
@@ -197,6 +198,11 @@ class CompressedLinear(nn.Module):
             )
         if x.is_cuda and self._prepared_for != x.dtype and self._may_prepare():
             self.prepare(x.dtype)
+        if x.requires_grad and torch.is_grad_enabled():
+            return _Product.apply(x, self)  # type: ignore[no-any-return, no-untyped-call]
+        return self._product(x)
+
+    def _product(self, x: Tensor) -> Tensor:
         y = self._reference(x) if self._plan is None else self._multiply(x)
         return y if self.adapter is None else self.adapter(x, y)
 
@@ -270,6 +276,19 @@ class CompressedLinear(nn.Module):
             bits += self.adapter.scheme.bits_per_weight(n, k, self.scheme.dtype)
         sizes = f"in_features={k}, out_features={n}, bias={self.bias is not None}"
         return f"{sizes}, {self.scheme}, {bits:.3f} bits per weight"
+
+
+class _Product(torch.autograd.Function):
+    """What a compressed layer computes. It takes no gradient itself; what lies before it may be trained."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, layer: CompressedLinear) -> Tensor:
+        ctx.layer = layer
+        return layer._product(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad @ ctx.layer.dequantize(grad.dtype), None
 
 
 class Adapter(nn.Module):

@@ -95,7 +95,7 @@ class SparseMarlinQuantizer(HfQuantizer):
 
     @property
     def is_trainable(self) -> bool:
-        """No gradient passes through a compressed layer, not even to what precedes it: Trainer shall refuse."""
+        """Compressed layers have nothing to train: Trainer shall refuse."""
         return False
 
     @property

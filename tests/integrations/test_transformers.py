@@ -155,7 +155,7 @@ def test_casts_as_what_load_loads(pristine: Path, dtype: torch.dtype) -> None:
 
 
 def test_trainer_refuses(pristine: Path) -> None:
-    """No gradient passes through compressed layers; the flag that this needs forbids half() and float(), not to()."""
+    """Compressed layers have nothing to train; the flag that this needs forbids half() and float(), not to()."""
     model = from_pretrained(pristine)
     with pytest.raises(ValueError, match="cannot perform fine-tuning on purely quantized models"):
         validate_quantization_for_training(model)
