@@ -46,25 +46,25 @@ class _Hopper:
 
 
 _HOPPER = {  # by rows and tokens of the tile
-    (128, 8): _Hopper(256, (0.4130, 0.2778), (0.4508, 0.3632), (0.2374, 0.1501), (0.3653, 0.1625), (0.0231, 0.0129)),
-    (128, 16): _Hopper(256, (0.4426, 0.3016), (0.6853, 0.4381), (0.0460, 0.1089), (0.4727, 0.2073), (0.0259, 0.0333)),
-    (128, 32): _Hopper(256, (0.6039, 0.4027), (0.5174, 0.3130), (0.1028, 0.1353), (0.2493, 0.1545)),
-    (128, 64): _Hopper(256, (0.8781, 0.5562), (0.0367, 0.5123), (0.1162, 0.0981), (0.1026, 0.0826)),
-    (128, 128): _Hopper(128, (0.7237, 0.4592), (0.9616, 0.7638), (0.1185, 0.1762), (0.1220, 0.1307)),
-    (128, 256): _Hopper(128, (1.4731, 0.8908), (0.0000, 1.0427), (0.0951, 0.1600), (0.1408, 0.1033)),
-    (256, 8): _Hopper(256, (0.8376, 0.5998), (0.9158, 0.3412), (0.0007, 0.0264), (0.2404, 0.1483)),
-    (256, 32): _Hopper(256, (1.1176, 0.6575), (0.8255, 1.0900), (0.0080, 0.0622), (0.2056, 0.3203)),
-    (256, 64): _Hopper(256, (1.6548, 1.0294), (0.5055, 0.8448), (0.0471, 0.1120), (0.0997, 0.0996)),
+    (128, 8): _Hopper(256, (0.4146, 0.2775), (0.4969, 0.4000), (0.1783, 0.1454), (0.3958, 0.1910), (0.0000, 0.0125)),
+    (128, 16): _Hopper(256, (0.4693, 0.2998), (0.6951, 0.4715), (0.0482, 0.1061), (0.3639, 0.2264), (0.0528, 0.0340)),
+    (128, 32): _Hopper(256, (0.6190, 0.4027), (0.5072, 0.3795), (0.0873, 0.0881), (0.2312, 0.1064)),
+    (128, 64): _Hopper(256, (0.8764, 0.5495), (0.0956, 0.6114), (0.1065, 0.1002), (0.1046, 0.0945)),
+    (128, 128): _Hopper(128, (0.7248, 0.4592), (0.9206, 0.8488), (0.1196, 0.1652), (0.1227, 0.1244)),
+    (128, 256): _Hopper(128, (1.4615, 0.8827), (0.0000, 1.2866), (0.1104, 0.1621), (0.1585, 0.1075)),
+    (256, 8): _Hopper(256, (0.8327, 0.5720), (1.0585, 0.5020), (-0.0262, 0.0566), (0.2484, 0.1976)),
+    (256, 32): _Hopper(256, (1.1217, 0.7017), (0.9758, 1.0859), (0.0122, 0.0337), (0.1984, 0.2320)),
+    (256, 64): _Hopper(256, (1.6470, 1.0132), (0.7403, 1.1359), (0.0361, 0.1137), (0.0997, 0.0996)),
 }
-_HOPPER_LAUNCH_US = 1.5730  # until the first bytes are there, and the last stores out
-_HOPPER_BANDWIDTH_SHARE = 1.0126  # of the memory's nominal bandwidth, streaming
+_HOPPER_LAUNCH_US = 1.5675  # until the first bytes are there, and the last stores out
+_HOPPER_BANDWIDTH_SHARE = 1.0553  # of the memory's nominal bandwidth, streaming
 _HOPPER_CLOCK_GHZ = 1.98  # of the H200: steps scale with the clock
-_HOPPER_STREAM_K_US = 0.4879, 0.0306  # to add up a tile that blocks share; per KB of sums and block
-_HOPPER_CLUSTER_US = 1.2090, 0.0031  # the same in a cluster
+_HOPPER_STREAM_K_US = 0.5006, 0.0308  # to add up a tile that blocks share; per KB of sums and block
+_HOPPER_CLUSTER_US = 1.1278, 0.0031  # the same in a cluster
 _HOPPER_LARGE = 128  # tokens of a tile: smaller ones take part for up to twice their tokens, and all from half of them
 _SMALLEST_TILE = 8
 _MANY = 4  # whole tiles of a block
-_IDLE_EXPONENT = 0.1510  # few blocks still draw much of the bandwidth
+_IDLE_EXPONENT = 0.1746  # few blocks still draw much of the bandwidth
 # In the chain of a decoding step, behind a launch that leaves room for one block of the next on each multiprocessor,
 # that one's weights arrive early: in chains of a Llama-3-8B block's products (bench/chain.py) such grids were the
 # fastest wherever they were at most so much slower when timed alone, in those of a Llama-3-70B block all were alike. Of

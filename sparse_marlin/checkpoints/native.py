@@ -157,9 +157,21 @@ def _config(model: nn.Module, layers: Mapping[str, CompressedLinear], dtype: tor
     config["dtype"] = str(dtype).removeprefix("torch.")
     if not tied:
         config["tie_word_embeddings"] = False
-    stored = {name: (m.scheme, None if m.adapter is None else m.adapter.scheme) for name, m in layers.items()}
-    config["quantization_config"] = quantization_config(stored)
+    config["quantization_config"] = _quantization_of(layers)
     return dict(sorted(config.items()))  # as transformers has it
+
+
+def describe(model: nn.Module) -> None:
+    """Puts into a model's config how its layers are compressed, so that its own ``save_pretrained`` writes that too."""
+    layers, config = compressed_layers(model), getattr(model, "config", None)
+    if layers and config is not None:
+        config.quantization_config = _quantization_of(layers)
+
+
+def _quantization_of(layers: Mapping[str, CompressedLinear]) -> dict[str, Any]:
+    return quantization_config(
+        {name: (m.scheme, None if m.adapter is None else m.adapter.scheme) for name, m in layers.items()}
+    )
 
 
 def quantization_config(modules: Mapping[str, Stored]) -> dict[str, Any]:

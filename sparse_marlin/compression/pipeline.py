@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from tqdm import tqdm
 
+from ..checkpoints import native
 from ..linear import Adapter, CompressedLinear
 from ..packed import PackedWeight
 from ..scheme import Scheme, Sparsity
@@ -254,6 +255,7 @@ def patch_model(
             calls[index].clear()
     finally:
         model.train(was_training)
+        native.describe(model)
     order = {name: i for i, (name, _) in enumerate(model.named_modules(remove_duplicate=False))}
     layers = sorted(finished + skipped, key=lambda layer: order[layer.name])
     return Report(annotated(layers, permuted), settings)

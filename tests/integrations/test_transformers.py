@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 from transformers.trainer_utils import validate_quantization_for_training
 
-from sparse_marlin import CompressedLinear, Scheme, compress, load, save
+from sparse_marlin import CompressedLinear, Scheme, compress, load, patch_model, save
 from sparse_marlin.checkpoints import CheckpointError
 from sparse_marlin.integrations.transformers import SparseMarlinConfig, SparseMarlinQuantizer
 from sparse_marlin.linear import compressed_layers
@@ -122,6 +122,17 @@ def test_save_pretrained_of_what_load_has_loaded(pristine: Path, tmp_path: Path)
     model = load(pristine)
     model.save_pretrained(tmp_path / "m")
     assert_same(from_pretrained(tmp_path / "m"), model)
+
+
+@pytest.mark.parametrize("options", [{"sparsity": "2:4"}, {"sparsity": None, "bits": 8}, {"adapter_rank": 16}], ids=str)
+def test_save_pretrained_of_what_patch_model_has_compressed(tmp_path: Path, options: dict[str, Any]) -> None:
+    model = saved.llama()
+    patch_model(model, group_size=32, calibration=[torch.arange(40)], progress=False, **options)
+    model.save_pretrained(tmp_path / "theirs")
+    assert_same(from_pretrained(tmp_path / "theirs"), model)
+    save(model, tmp_path / "ours")
+    blocks = [json.loads((tmp_path / p / "config.json").read_text())["quantization_config"] for p in ("ours", "theirs")]
+    assert blocks[0] == blocks[1]
 
 
 def test_generates(pristine: Path) -> None:
