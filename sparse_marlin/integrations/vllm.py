@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from vllm.config import get_current_vllm_config_or_none
 from vllm.model_executor.layers.linear import (
     LinearBase,
     LinearMethodBase,
@@ -155,6 +156,10 @@ class SparseMarlinLinearMethod(LinearMethodBase):  # type: ignore[misc]
         self.rows: list[int] = []  # of each part, on this rank
         self.leaves: list[dict[str, int]] = []  # the tensors of each part, and their widths on this rank
         self.loaded: dict[str, set[Any]] = {}  # which shards of each tensor have come; None for all of them
+        # vLLM finds a compiled model again by its config, without the guards that torch would hold against the weights:
+        # what is not in the config must get into a part of it that counts.
+        config = get_current_vllm_config_or_none()
+        self.compiled_for = None if config is None else config.additional_config
 
     def create_weights(
         self,
@@ -271,6 +276,8 @@ class SparseMarlinLinearMethod(LinearMethodBase):  # type: ignore[misc]
             modules.append(_module(" and ".join(names), scheme, own, own_bias, self.in_features))
             first, top = first + len(names), bottom
         layer.parts = modules
+        if isinstance(self.compiled_for, dict):
+            self.compiled_for.setdefault(native.QUANT_METHOD, {})[self.prefix] = [_traced(part) for part in modules]
 
     def _stored_as(self, name: str, g_idx: Tensor | None) -> tuple[Scheme | None, bytes]:
         """What parts must have in common to be one weight."""
@@ -303,6 +310,12 @@ def _widths(scheme: Scheme | None, rows: int, in_features: int, count: int) -> d
     if not scheme.sparsity:
         widths["g_idx"] = packed.in_features  # the config does not say whether there is one
     return widths
+
+
+def _traced(part: nn.Module) -> str:
+    """What a compiled model assumes of a part, beside its shapes."""
+    names = [name for name, _ in (*part.named_parameters(), *part.named_buffers())]
+    return f"{part}, {', '.join(names)}, {getattr(part, '_plan', None)}"
 
 
 def _module(

@@ -24,6 +24,7 @@ os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
 pytest.importorskip("vllm", reason="vLLM is not installed: make test-vllm")
 
 from vllm import LLM, SamplingParams
+from vllm.compilation.counter import compilation_counter
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.distributed import cleanup_dist_env_and_memory
 from vllm.model_executor.layers import linear as vllm_linear
@@ -161,13 +162,22 @@ def test_computes_what_load_computes(tmp_path: Path, engine: Callable[..., Any],
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_compiled(tmp_path: Path, engine: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, dtype: str) -> None:
-    """vLLM compiles the whole model, and takes no graph break."""
+    """vLLM compiles the model ahead of time, which takes it as one graph, without breaks."""
     monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path / "cache"))
     save(saved.compress_blocks(qwen2()), tmp_path / "m")
     want, tokens = expect(load(tmp_path / "m", dtype=getattr(torch, dtype)))
-    llm = engine(tmp_path / "m", dtype=dtype, enforce_eager=False)
-    assert list((tmp_path / "cache").rglob("computation_graph.py"))
-    logprobs, generated = run(llm)
+    with compilation_counter.expect(num_aot_compiles=1):
+        logprobs, generated = run(engine(tmp_path / "m", dtype=dtype, enforce_eager=False))
     torch.testing.assert_close(logprobs, want, rtol=0, atol=2e-5 if dtype == "float32" else 0.1)
     if dtype == "float32":
         assert generated == tokens
+
+
+def test_graphs_of_other_weights_are_not_reused(tmp_path: Path, engine: Callable[..., Any]) -> None:
+    """vLLM finds compiled models by a hash of their config, which does not say whether there is a g_idx."""
+    hashes = []
+    for act_order in (False, True, True):
+        save(compress_all(llama(), lambda _, order=act_order: (DENSE, order)), tmp_path / "m", overwrite=True)
+        hashes.append(engine(tmp_path / "m", dtype="float32").llm_engine.vllm_config.compute_hash())
+        cleanup_dist_env_and_memory()
+    assert hashes[0] != hashes[1] == hashes[2]
