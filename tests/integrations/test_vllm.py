@@ -119,7 +119,7 @@ def engine(tmp_path: Path) -> Iterator[Callable[..., Any]]:
 
     def make(path: Path, **options: Any) -> Any:
         settings = {"enforce_eager": True, "max_model_len": 64, "max_num_seqs": 4, "skip_tokenizer_init": True}
-        return LLM(str(path), distributed_executor_backend="uni", **(settings | options))
+        return LLM(str(path), **({"distributed_executor_backend": "uni"} | settings | options))
 
     yield make
     gc.collect()
@@ -185,6 +185,15 @@ def test_graphs_of_other_weights_are_not_reused(tmp_path: Path, engine: Callable
 
 
 # -------------------------------------------------------------------------------------------------- tensor parallelism
+
+
+def test_two_ranks(tmp_path: Path, engine: Callable[..., Any]) -> None:
+    save(saved.compress_blocks(qwen2()), tmp_path / "m")
+    want, tokens = expect(load(tmp_path / "m", dtype=torch.float32))
+    llm = engine(tmp_path / "m", dtype="float32", tensor_parallel_size=2, distributed_executor_backend="mp")
+    logprobs, generated = run(llm)
+    torch.testing.assert_close(logprobs, want, rtol=0, atol=2e-5)
+    assert generated == tokens
 
 
 @pytest.fixture
