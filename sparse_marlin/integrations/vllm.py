@@ -268,8 +268,8 @@ class SparseMarlinLinearMethod(LinearMethodBase):  # type: ignore[misc]
             own = {
                 leaf: tensors[leaf][top:bottom, :width] for leaf, width in self.leaves[first].items() if leaf in tensors
             }
-            if own.keys() != tensors.keys() or any(t.shape != tensors[leaf].shape for leaf, t in own.items()):
-                own = {leaf: t.clone(memory_format=torch.contiguous_format) for leaf, t in own.items()}  # free the rest
+            if bottom - top < sum(self.rows):  # let go of the rest
+                own = {leaf: t.clone(memory_format=torch.contiguous_format) for leaf, t in own.items()}
             if g_idx is not None and (columns := g_idx[first])[0] != _NO_GROUP:
                 own["g_idx"] = columns.clone()
             own_bias = None if bias is None else bias[top:bottom]
