@@ -13,8 +13,19 @@ import pytest
 import saved
 import torch
 from safetensors.torch import load_file, save_file
+from test_prepare import PLAN, fake_form, fake_gemm
 from torch import Tensor, nn
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    GPTNeoXConfig,
+    LlamaConfig,
+    OPTConfig,
+    Phi3Config,
+    PreTrainedConfig,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3MoeConfig,
+)
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["VLLM_NO_USAGE_STATS"] = "1"
@@ -32,7 +43,7 @@ from vllm.model_executor.layers import linear as vllm_linear
 from vllm.model_executor.layers.quantization import QUANTIZATION_METHODS, get_quantization_config
 from vllm.model_executor.models.utils import WeightsMapper
 
-from sparse_marlin import CompressedLinear, Scheme, load, save
+from sparse_marlin import CompressedLinear, Scheme, linear, load, runtime, save
 from sparse_marlin.checkpoints import CheckpointError
 from sparse_marlin.checkpoints.native import quantization_config
 from sparse_marlin.integrations.vllm import SparseMarlinConfig, SparseMarlinLinearMethod, register
@@ -139,8 +150,15 @@ def expect(model: Any) -> tuple[Tensor, list[int]]:
     tokens = torch.tensor([PROMPT])
     with torch.no_grad():
         logprobs = model(tokens).logits[0].float().log_softmax(-1)
-    generated = model.generate(tokens, max_new_tokens=8, min_new_tokens=8, do_sample=False)[0, len(PROMPT) :]
+    model.generation_config.eos_token_id = None
+    generated = model.generate(tokens, max_new_tokens=8, do_sample=False)[0, len(PROMPT) :]
     return logprobs[:-1].gather(1, tokens[0, 1:, None])[:, 0], generated.tolist()
+
+
+def assert_as_close_as_load(logprobs: Tensor, path: Path) -> None:
+    """In bfloat16 they err by no more than twice what the library itself does, both against float32."""
+    exact, ours = (expect(load(path, dtype=dtype))[0] for dtype in (torch.float32, torch.bfloat16))
+    assert float((logprobs - exact).norm()) < 2 * float((ours - exact).norm()) < 0.2 * float(exact.norm())
 
 
 def submodule(llm: Any, name: str) -> Any:
@@ -161,17 +179,82 @@ def test_computes_what_load_computes(tmp_path: Path, engine: Callable[..., Any],
     assert type(submodule(llm, f"{MLP}.down_proj").parts[0]) is CompressedLinear
 
 
+SIZES: dict[str, Any] = {
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "vocab_size": saved.VOCABULARY,
+    "max_position_embeddings": 256,
+}
+CONFIGS: dict[str, PreTrainedConfig] = {
+    "fused as they are stored": Phi3Config(intermediate_size=96, num_key_value_heads=1, pad_token_id=0, **SIZES),
+    "biases everywhere": OPTConfig(ffn_dim=96, word_embed_proj_dim=64, **SIZES),
+    "queries, keys and values by head": GPTNeoXConfig(intermediate_size=96, **SIZES),
+    "plain experts": Qwen3MoeConfig(
+        intermediate_size=96,
+        moe_intermediate_size=32,
+        num_experts=4,
+        num_experts_per_tok=2,
+        num_key_value_heads=1,
+        head_dim=32,
+        **SIZES,
+    ),
+    "half of the last byte": LlamaConfig(intermediate_size=101, **SIZES),
+}
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_architectures(tmp_path: Path, engine: Callable[..., Any], kind: str) -> None:
+    model = AutoModelForCausalLM.from_config(CONFIGS[kind], dtype=torch.float32).eval()
+    for p in model.parameters():  # so that logits differ visibly, and biases are not zero
+        nn.init.normal_(p, std=0.2)
+    if kind == "half of the last byte":
+        compress_all(model, lambda _: (Scheme(4, -1, None), False))
+    else:
+        saved.compress_blocks(model)
+    save(model, tmp_path / "m")
+    want, tokens = expect(load(tmp_path / "m", dtype=torch.float32))
+    logprobs, generated = run(engine(tmp_path / "m", dtype="float32"))
+    torch.testing.assert_close(logprobs, want, rtol=0, atol=2e-5)
+    assert generated == tokens
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_compiled(tmp_path: Path, engine: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, dtype: str) -> None:
     """vLLM compiles the model ahead of time, which takes it as one graph, without breaks."""
     monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path / "cache"))
     save(saved.compress_blocks(qwen2()), tmp_path / "m")
-    want, tokens = expect(load(tmp_path / "m", dtype=getattr(torch, dtype)))
     with compilation_counter.expect(num_aot_compiles=1):
         logprobs, generated = run(engine(tmp_path / "m", dtype=dtype, enforce_eager=False))
-    torch.testing.assert_close(logprobs, want, rtol=0, atol=2e-5 if dtype == "float32" else 0.1)
-    if dtype == "float32":
+    if dtype == "bfloat16":
+        assert_as_close_as_load(logprobs, tmp_path / "m")
+    else:
+        want, tokens = expect(load(tmp_path / "m", dtype=torch.float32))
+        torch.testing.assert_close(logprobs, want, rtol=0, atol=2e-5)
         assert generated == tokens
+
+
+def test_kernels_are_prepared_before_compilation(
+    tmp_path: Path, engine: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the operator of the kernels replaced by one that runs on the CPU."""
+    monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path / "cache"))
+    save(compress_all(llama(), lambda name: (SPARSE if "mlp" in name else DENSE, False)), tmp_path / "m")
+    dtypes = []
+    monkeypatch.setattr(runtime, "plan_for", lambda _, dtype: dtypes.append(dtype) or PLAN)
+    monkeypatch.setattr(linear, "to_kernel", fake_form)
+    library = torch.library.Library("sparse_marlin", "IMPL")
+    library.impl("gemm", fake_gemm, "CPU")
+    try:
+        with compilation_counter.expect(num_aot_compiles=1):
+            llm = engine(tmp_path / "m", dtype="bfloat16", enforce_eager=False)
+        logprobs, _ = run(llm)
+    finally:
+        library._destroy()
+    assert_as_close_as_load(logprobs, tmp_path / "m")
+    assert dtypes == [torch.bfloat16] * 8  # of two blocks
+    assert submodule(llm, f"{ATTENTION}.qkv_proj").parts[0].qweight is None
+    assert PLAN in json.dumps(llm.llm_engine.vllm_config.additional_config)
 
 
 def test_graphs_of_other_weights_are_not_reused(tmp_path: Path, engine: Callable[..., Any]) -> None:
