@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from . import models, runtime, tuning
+from . import models, remembered, runtime, tuning
 from .checkpoints import describe, is_checkpoint
 from .compression.targets import decoder_blocks
 from .dispatch import Config, Device, Kernel, Problem, choice_of, estimate, parse_plan, streamed_bytes
@@ -103,7 +103,7 @@ def expected(layer: Layer, device: Device, kernels: Sequence[Kernel], tokens: It
     Raises:
         RuntimeError: if no kernel can run the layer.
     """
-    text = tuning.best_plan(layer.N, layer.K, layer.scheme, layer.dtype, device, kernels)
+    text = remembered.best_plan(layer.N, layer.K, layer.scheme, layer.dtype, device, kernels)
     if text is None:
         raise RuntimeError(f"no kernel can run {layer} on {device.name}")
     steps, table = parse_plan(text), {k.name: k for k in kernels}

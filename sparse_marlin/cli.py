@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from . import __version__, bench, checkpoints, models, runtime, samples, tuning
+from . import __version__, bench, checkpoints, models, remembered, runtime, samples, tuning
 from .compression import patch_model
 from .compression.adapters import check_adapter
 from .compression.permutation import check_permute
@@ -457,7 +457,7 @@ def _bench(args: argparse.Namespace) -> None:
         tuned = (layer.N, layer.K, layer.scheme, layer.dtype, device, kernels)
         if args.explain:
             _out.print(explain(layer.problem(args.explain), device, kernels), markup=False, soft_wrap=True)
-            if plan := tuning.tuned_plan(*tuned):
+            if plan := remembered.tuned_plan(*tuned):
                 config = choice_of(parse_plan(plan), args.explain)
                 _out.print(f"instead, as it was tuned here: {config.kernel} in {config.schedule}")
             continue
@@ -471,7 +471,7 @@ def _bench(args: argparse.Namespace) -> None:
             choices = list(bench.measured(layer, weight, choices))
         table = Table(
             title=f"{layer}{f', {count} layers' if count > 1 else ''}, {device.name}"
-            f"{', tuned' if tuning.tuned_plan(*tuned) else ''}"
+            f"{', tuned' if remembered.tuned_plan(*tuned) else ''}"
         )
         for title in ("tokens", "kernel", "schedule", "expected us", *(("measured us", "GB/s") if gpu else ())):
             table.add_column(title, justify="left" if title in ("kernel", "schedule") else "right")
@@ -480,7 +480,7 @@ def _bench(args: argparse.Namespace) -> None:
             table.add_row(str(c.tokens), c.config.kernel, c.config.schedule, f"{c.config.microseconds:.1f}", *times)
         _out.print(table)
     if args.tune:
-        _out.print(f"{tuning.tuned_file()}: the plans that were found; later runs take them", soft_wrap=True)
+        _out.print(f"{remembered.tuned_file()}: the plans that were found; later runs take them", soft_wrap=True)
 
 
 def _gpu_of(args: argparse.Namespace) -> tuple[torch.device | None, Device]:

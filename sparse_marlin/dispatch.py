@@ -42,29 +42,30 @@ class _Hopper:
     piece: tuple[float, float]  # the rest of a tile of y
     cut: tuple[float, float]  # share by which steps take longer where tiles are cut: blocks are not in step then
     many: tuple[float, float]  # share by which they do where a block has many whole tiles
-    alone: tuple[float, float] = (0.0, 0.0)  # the same where two blocks would fit on a multiprocessor, but one is there
 
 
 _HOPPER = {  # by rows and tokens of the tile
-    (128, 8): _Hopper(256, (0.4146, 0.2775), (0.4969, 0.4000), (0.1783, 0.1454), (0.3958, 0.1910), (0.0000, 0.0125)),
-    (128, 16): _Hopper(256, (0.4693, 0.2998), (0.6951, 0.4715), (0.0482, 0.1061), (0.3639, 0.2264), (0.0528, 0.0340)),
-    (128, 32): _Hopper(256, (0.6190, 0.4027), (0.5072, 0.3795), (0.0873, 0.0881), (0.2312, 0.1064)),
-    (128, 64): _Hopper(256, (0.8764, 0.5495), (0.0956, 0.6114), (0.1065, 0.1002), (0.1046, 0.0945)),
-    (128, 128): _Hopper(128, (0.7248, 0.4592), (0.9206, 0.8488), (0.1196, 0.1652), (0.1227, 0.1244)),
-    (128, 256): _Hopper(128, (1.4615, 0.8827), (0.0000, 1.2866), (0.1104, 0.1621), (0.1585, 0.1075)),
-    (256, 8): _Hopper(256, (0.8327, 0.5720), (1.0585, 0.5020), (-0.0262, 0.0566), (0.2484, 0.1976)),
-    (256, 32): _Hopper(256, (1.1217, 0.7017), (0.9758, 1.0859), (0.0122, 0.0337), (0.1984, 0.2320)),
-    (256, 64): _Hopper(256, (1.6470, 1.0132), (0.7403, 1.1359), (0.0361, 0.1137), (0.0997, 0.0996)),
+    (128, 8): _Hopper(256, (0.4177, 0.2761), (1.0608, 0.8303), (0.1069, 0.1532), (0.3734, 0.2136)),
+    (128, 16): _Hopper(256, (0.4697, 0.2974), (1.1611, 1.0272), (0.1073, 0.0625), (0.4137, 0.2598)),
+    (128, 32): _Hopper(256, (0.6462, 0.3945), (0.6840, 0.7635), (0.0835, 0.0949), (0.1803, 0.1245)),
+    (128, 64): _Hopper(256, (0.8386, 0.5373), (0.4968, 0.9791), (0.1402, 0.1169), (0.1459, 0.1054)),
+    (128, 128): _Hopper(128, (0.7245, 0.4579), (1.1080, 1.1467), (0.1233, 0.1567), (0.1214, 0.1202)),
+    (128, 256): _Hopper(128, (1.4508, 0.8907), (0.5845, 1.6268), (0.1219, 0.1501), (0.1130, 0.0935)),
+    (256, 8): _Hopper(256, (0.8228, 0.4710), (1.4863, 1.1541), (0.0020, 0.2242), (0.2596, 0.4443)),
+    (256, 32): _Hopper(256, (1.1380, 0.6945), (1.2227, 1.4217), (-0.0177, 0.0401), (0.1806, 0.2377)),
+    (256, 64): _Hopper(256, (1.6181, 1.0036), (1.0614, 1.4398), (0.0421, 0.1362), (0.1000, 0.1000)),
 }
-_HOPPER_LAUNCH_US = 1.5675  # until the first bytes are there, and the last stores out
-_HOPPER_BANDWIDTH_SHARE = 1.0553  # of the memory's nominal bandwidth, streaming
+_HOPPER_LAUNCH_US = 1.1444  # until the first bytes are there, and the last stores out
+_HOPPER_BANDWIDTH_SHARE = 1.0743  # of the memory's nominal bandwidth, streaming
 _HOPPER_CLOCK_GHZ = 1.98  # of the H200: steps scale with the clock
-_HOPPER_STREAM_K_US = 0.5006, 0.0308  # to add up a tile that blocks share; per KB of sums and block
-_HOPPER_CLUSTER_US = 1.1278, 0.0031  # the same in a cluster
+_HOPPER_STREAM_K_US = 0.8059, 0.0233  # to add up a tile that blocks share; per KB of sums and block
+_HOPPER_CLUSTER_US = 1.2352, 0.0036  # the same in a cluster
 _HOPPER_LARGE = 128  # tokens of a tile: smaller ones take part for up to twice their tokens, and all from half of them
 _SMALLEST_TILE = 8
 _MANY = 4  # whole tiles of a block
-_IDLE_EXPONENT = 0.1746  # few blocks still draw much of the bandwidth
+_HOPPER_EARLY_US = 0.5372  # that a launch saves where its blocks find room beside those of the launch before
+_HOPPER_TOGETHER = 0.1343  # of the share for tiles that are cut, where two blocks fill each other's gaps
+_IDLE_EXPONENT = 0.3840  # few blocks still draw much of the bandwidth
 # In the chain of a decoding step, behind a launch that leaves room for one block of the next on each multiprocessor,
 # that one's weights arrive early: in chains of a Llama-3-8B block's products (bench/chain.py) such grids were the
 # fastest wherever they were at most so much slower when timed alone, in those of a Llama-3-70B block all were alike. Of
@@ -387,8 +388,8 @@ def _hopper_us(p: Problem, device: Device, kernel: Kernel, config: Config) -> fl
     pieces = ceil(tiles / blocks) if split != STREAM_K else ceil(tiles / blocks) + cut
     by_split = {STREAM_K: ceil(tiles * k_tiles / blocks), WHOLE: pieces * k_tiles}
     steps = by_split.get(split, ceil(k_tiles / max(split, 1)))
-    slower = 1.0 + cut * rates.cut[sparse] + (split == WHOLE and pieces >= _MANY) * rates.many[sparse]
-    slower += (blocks <= device.multiprocessors and _resident(device, kernel) > 1) * rates.alone[sparse]
+    slower = 1.0 + (split == WHOLE and pieces >= _MANY) * rates.many[sparse]
+    slower += cut * rates.cut[sparse] * (_HOPPER_TOGETHER if blocks > device.multiprocessors else 1.0)
     busy = ceil(blocks / device.multiprocessors) * steps * scale * rates.step[sparse] * slower
     busy += pieces * rates.piece[sparse]
     used = min(1.0, blocks / device.multiprocessors) ** _IDLE_EXPONENT
@@ -401,7 +402,8 @@ def _hopper_us(p: Problem, device: Device, kernel: Kernel, config: Config) -> fl
     elif split > WHOLE:
         base, per_kb = _HOPPER_CLUSTER_US
         exchange = base + per_kb * sums * split
-    return float(_HOPPER_LAUNCH_US + (busy**4 + memory**4) ** 0.25 + exchange)
+    has_room = _resident(device, kernel) > ceil(blocks / device.multiprocessors)
+    return float(_HOPPER_LAUNCH_US - has_room * _HOPPER_EARLY_US + (busy**4 + memory**4) ** 0.25 + exchange)
 
 
 def _sm80_us(p: Problem, device: Device, kernel: Kernel, config: Config) -> float:

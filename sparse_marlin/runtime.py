@@ -14,8 +14,8 @@ from .dispatch import STREAM_K, WHOLE, Config, Device, Kernel, Problem, configur
 from .layouts import KernelWeight, to_kernel
 from .layouts import why_not as no_kernel_form
 from .packed import PackedWeight
+from .remembered import best_plan
 from .scheme import Scheme
-from .tuning import best_plan
 
 # Odd sizes, so that padding is tested too, whole tiles and parts of them, and blocks that share a tile.
 _TEST_ROWS, _TEST_COLUMNS, _TEST_TOKENS, _TEST_BLOCKS = 200, 896, (1, 37, 300), 5

@@ -2,41 +2,21 @@
 
 from __future__ import annotations
 
-import fcntl
-import hashlib
-import json
-import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import cache
 from itertools import pairwise
-from math import ceil, isfinite
-from pathlib import Path
+from math import ceil
 from statistics import median
 
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from .dispatch import (
-    PLAN_TOKENS,
-    Config,
-    Device,
-    Kernel,
-    Problem,
-    choice_of,
-    choose,
-    cost,
-    estimate,
-    parse_plan,
-    plan,
-    plan_text,
-    schedules,
-)
+from . import runtime
+from .dispatch import PLAN_TOKENS, Config, Device, Kernel, Problem, choose, cost, estimate, schedules
 from .layouts import KERNEL_TENSOR_NAMES, KernelWeight, to_kernel
 from .packed import PackedWeight
-from .samples import cache_directory
-from .scheme import Scheme
+from .remembered import best_plan, remember
 
 _COLD_BYTES = 300 << 20  # of weights that are gone through, so that none is found in the L2
 # A graph has launches for half a millisecond, so that its start does not count.
@@ -73,7 +53,7 @@ def measure(form: KernelWeight, x: Tensor, configs: Mapping[int, Sequence[Config
         expected: Tensor | None = None
         plans = [f"*:{config.step}" for config in candidates]
         for config, its_plan in zip(candidates, plans, strict=True):
-            y = _multiply(form, x[:tokens], its_plan).float()
+            y = runtime.multiply(form, x[:tokens], its_plan).float()
             expected = y if expected is None else expected
             error, allowed = float((y - expected).norm()), 4 * torch.finfo(x.dtype).eps * float(expected.norm())
             if not error <= allowed:  # a NaN is not either
@@ -83,12 +63,6 @@ def measure(form: KernelWeight, x: Tensor, configs: Mapping[int, Sequence[Config
                 )
         for config, us in zip(candidates, _microseconds(copies, x[:tokens], plans), strict=True):
             yield tokens, replace(config, microseconds=us)
-
-
-def _multiply(form: KernelWeight, x: Tensor, plan: str) -> Tensor:
-    from .runtime import multiply  # which asks this module for what was tuned
-
-    return multiply(form, x, plan)
 
 
 def _microseconds(copies: Sequence[KernelWeight], x: Tensor, plans: Sequence[str]) -> list[float]:
@@ -108,7 +82,7 @@ def _capture(copies: Sequence[KernelWeight], x: Tensor, plan: str, launches: int
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for i in range(launches):
-            _multiply(copies[i % len(copies)], x, plan)
+            runtime.multiply(copies[i % len(copies)], x, plan)
     return graph
 
 
@@ -162,14 +136,12 @@ def tune(
         RuntimeError: if no kernel can run the layer, or one computes something else than the others.
         OSError: if the cache cannot be written.
     """
-    from .runtime import device_properties, kernels, why_no_kernel
-
     wanted = sorted(set(tokens))
     if not wanted or wanted[0] < 1:
         raise ValueError(f"tokens must be positive numbers, got {wanted}")
-    if reason := why_no_kernel(packed, dtype):
+    if reason := runtime.why_no_kernel(packed, dtype):
         raise RuntimeError(f"cannot tune a {packed.scheme} weight: {reason}")
-    table, device = kernels(packed.scheme, dtype), device_properties(packed.device.index)
+    table, device = runtime.kernels(packed.scheme, dtype), runtime.device_properties(packed.device.index)
     by_name = {kernel.name: kernel for kernel in table}
     n, k = packed.out_features, packed.in_features
     layer = n, k, packed.scheme, dtype, device, table
@@ -188,69 +160,5 @@ def tune(
             bar.update()
             if len(found[m]) == len(configs[m]):
                 found[m].sort(key=lambda c: cost(problems[m], device, by_name[c.kernel], c))
-                _remember(layer, {m: found[m][0]}, before)
+                remember(layer, {m: found[m][0]}, before)
     return found
-
-
-# ---------------------------------------------------------------- what was tuned, in the user's cache
-
-Layer = tuple[int, int, Scheme, torch.dtype, Device, Sequence[Kernel]]
-
-
-def tuned_plan(
-    N: int, K: int, scheme: Scheme, dtype: torch.dtype, device: Device, kernels: Sequence[Kernel]
-) -> str | None:
-    """The plan that :func:`tune` found for this shape on this GPU, or None."""
-    found = _remembered().get(_key(N, K, scheme, dtype, device, kernels))
-    if found is None:
-        return None
-    try:
-        steps = parse_plan(found)
-    except ValueError:
-        return None
-    return found if {c.kernel for c in steps.values()} <= {k.name for k in kernels} else None
-
-
-def best_plan(
-    N: int, K: int, scheme: Scheme, dtype: torch.dtype, device: Device, kernels: Sequence[Kernel]
-) -> str | None:
-    """The plan for a layer: what :func:`tune` found, else what the cost model expects; None if no kernel can run it."""
-    layer = N, K, scheme, dtype, device, kernels
-    return tuned_plan(*layer) or plan(*layer)
-
-
-def tuned_file() -> Path:
-    """Where plans that :func:`tune` found are kept; deleting it forgets them."""
-    return cache_directory() / "tuned.json"
-
-
-def _key(N: int, K: int, scheme: Scheme, dtype: torch.dtype, device: Device, kernels: Sequence[Kernel]) -> str:
-    # Other kernels, after an update, make what was measured worthless.
-    table = hashlib.sha256(repr(tuple(kernels)).encode()).hexdigest()[:12]
-    return f"{device.name}, {device.multiprocessors} SMs, {N}x{K}, {scheme}, {str(dtype)[6:]}, kernels {table}"
-
-
-@cache
-def _remembered() -> dict[str, str]:
-    try:
-        plans = json.loads(tuned_file().read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return {k: v for k, v in plans.items() if isinstance(v, str)} if isinstance(plans, dict) else {}
-
-
-def _remember(layer: Layer, chosen: Mapping[int, Config], otherwise: str) -> None:
-    """Puts choices into the remembered plan for a layer; for other numbers of tokens it stays, or is ``otherwise``."""
-    file = tuned_file()
-    file.parent.mkdir(parents=True, exist_ok=True)
-    with file.with_suffix(".lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # of two that tune at once, neither loses what it found
-        _remembered.cache_clear()
-        steps = parse_plan(tuned_plan(*layer) or otherwise)
-        limits = {*PLAN_TOKENS, *chosen, *(int(limit) for limit in steps if isfinite(limit))}
-        merged = {m: chosen.get(m) or choice_of(steps, m) for m in sorted(limits)}
-        plans = _remembered() | {_key(*layer): plan_text(merged)}
-        part = file.with_suffix(f".{os.getpid()}")
-        part.write_text(json.dumps(plans, indent=1) + "\n", encoding="utf-8")
-        part.replace(file)
-    _remembered.cache_clear()

@@ -15,7 +15,7 @@ import pytest
 import saved
 import torch
 
-from sparse_marlin import bench, cli, models, runtime, samples, tuning
+from sparse_marlin import bench, cli, models, remembered, runtime, samples, tuning
 from sparse_marlin.cli import main
 from sparse_marlin.compression import refit
 from sparse_marlin.dispatch import PLAN_TOKENS, RECORDED, Config, Kernel, choice_of, parse_plan
@@ -250,9 +250,9 @@ def h200(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     on_cpu = runtime.random_weight
     monkeypatch.setattr(runtime, "random_weight", lambda n, k, s, _gpu: on_cpu(n, k, s, torch.device("cpu")))
     monkeypatch.setattr(tuning, "measure", measure)
-    tuning._remembered.cache_clear()
+    remembered._remembered.cache_clear()
     yield
-    tuning._remembered.cache_clear()
+    remembered._remembered.cache_clear()
 
 
 def test_bench_shows_each_shape_once(h200: None, compressed: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from sparse_marlin import Scheme, runtime, tuning
+from sparse_marlin import Scheme, remembered, runtime, tuning
 from sparse_marlin.dispatch import (
     PLAN_TOKENS,
     Config,
@@ -41,16 +41,16 @@ LAYER = (4096, 4096, SCHEME, torch.float16, H200, KERNELS)
 @pytest.fixture(autouse=True)
 def cache_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    tuning._remembered.cache_clear()
+    remembered._remembered.cache_clear()
     yield tmp_path / "sparse_marlin"
-    tuning._remembered.cache_clear()
+    remembered._remembered.cache_clear()
 
 
 def test_remembers_a_plan_for_its_shape_scheme_gpu_and_kernels_only(cache_directory: Path) -> None:
-    assert tuning.tuned_plan(*LAYER) is None
-    tuning._remember(LAYER, {}, "*:sm90_256x8@64/4")
-    assert tuning.tuned_plan(*LAYER) == "*:sm90_256x8@64/4"
-    assert tuning.tuned_plan(*LAYER[:5], list(KERNELS)) == "*:sm90_256x8@64/4"
+    assert remembered.tuned_plan(*LAYER) is None
+    remembered.remember(LAYER, {}, "*:sm90_256x8@64/4")
+    assert remembered.tuned_plan(*LAYER) == "*:sm90_256x8@64/4"
+    assert remembered.tuned_plan(*LAYER[:5], list(KERNELS)) == "*:sm90_256x8@64/4"
     others = [
         (4096, 8192, *LAYER[2:]),
         (4096, 4096, Scheme(4, 64, "2:4"), *LAYER[3:]),
@@ -58,7 +58,7 @@ def test_remembers_a_plan_for_its_shape_scheme_gpu_and_kernels_only(cache_direct
         (*LAYER[:4], replace(H200, name="H100"), KERNELS),
         (*LAYER[:5], KERNELS[:2]),
     ]
-    assert [tuning.tuned_plan(*other) for other in others] == [None] * len(others)
+    assert [remembered.tuned_plan(*other) for other in others] == [None] * len(others)
     assert len(json.loads((cache_directory / "tuned.json").read_text())) == 1
 
 
@@ -66,22 +66,22 @@ def test_remembers_a_plan_for_its_shape_scheme_gpu_and_kernels_only(cache_direct
 def test_a_damaged_cache_is_no_plan(cache_directory: Path, text: str) -> None:
     cache_directory.mkdir(parents=True)
     (cache_directory / "tuned.json").write_text(text)
-    assert tuning.tuned_plan(*LAYER) is None
+    assert remembered.tuned_plan(*LAYER) is None
 
 
 @pytest.mark.parametrize("text", ["", "nonsense", "8:sm90_256x8@64", "*:sm90_256x8@0", "*:gone@132"])
 def test_a_plan_that_is_none_is_forgotten(cache_directory: Path, text: str) -> None:
     cache_directory.mkdir(parents=True)
-    (cache_directory / "tuned.json").write_text(json.dumps({tuning._key(*LAYER): text}))
-    assert tuning.tuned_plan(*LAYER) is None
+    (cache_directory / "tuned.json").write_text(json.dumps({remembered._key(*LAYER): text}))
+    assert remembered.tuned_plan(*LAYER) is None
 
 
 def test_choices_for_a_few_tokens_leave_the_rest_of_the_plan_as_it_was() -> None:
     old = "16:sm90_256x8@128 *:sm90_128x64@132"
-    tuning._remember(LAYER, {1: Config("sm90_256x8", 64, 4), 20: Config("sm80_128x16", 264)}, old)
-    assert tuning.tuned_plan(*LAYER) == ("1:sm90_256x8@64/4 16:sm90_256x8@128 20:sm80_128x16@264 *:sm90_128x64@132")
-    tuning._remember(LAYER, {64: Config("sm90_128x64", 96, 3)}, "*:sm80_128x16@1")
-    assert tuning.tuned_plan(*LAYER) == (
+    remembered.remember(LAYER, {1: Config("sm90_256x8", 64, 4), 20: Config("sm80_128x16", 264)}, old)
+    assert remembered.tuned_plan(*LAYER) == ("1:sm90_256x8@64/4 16:sm90_256x8@128 20:sm80_128x16@264 *:sm90_128x64@132")
+    remembered.remember(LAYER, {64: Config("sm90_128x64", 96, 3)}, "*:sm80_128x16@1")
+    assert remembered.tuned_plan(*LAYER) == (
         "1:sm90_256x8@64/4 16:sm90_256x8@128 20:sm80_128x16@264 48:sm90_128x64@132 64:sm90_128x64@96/3 "
         "*:sm90_128x64@132"
     )
@@ -140,7 +140,7 @@ def test_tune_remembers_what_was_fastest(gpu: None, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(tuning, "measure", slowest_first)
     found = tuning.tune(packed(), torch.float16)
     assert list(found) == list(PLAN_TOKENS)
-    tuned = tuning.tuned_plan(*LAYER)
+    tuned = remembered.tuned_plan(*LAYER)
     assert tuned is not None
     for m, configs in found.items():
         expected = tuning.candidates(Problem(m, *LAYER[:4]), H200, KERNELS)
@@ -158,7 +158,7 @@ def test_an_interrupted_tune_keeps_what_is_finished(gpu: None, monkeypatch: pyte
     monkeypatch.setattr(tuning, "measure", interrupted)
     with pytest.raises(KeyboardInterrupt):
         tuning.tune(packed(), torch.float16, tokens=(32, 16, 16))
-    before, after = plan(*LAYER), tuning.tuned_plan(*LAYER)
+    before, after = plan(*LAYER), remembered.tuned_plan(*LAYER)
     assert before is not None
     assert after is not None
     old, new = parse_plan(before), parse_plan(after)
@@ -185,7 +185,7 @@ def test_a_kernel_that_computes_something_else_is_an_error(
     gpu: None, monkeypatch: pytest.MonkeyPatch, factor: float
 ) -> None:
     monkeypatch.setattr(tuning, "_COLD_BYTES", 0)
-    monkeypatch.setattr(tuning, "_multiply", lambda _f, x, plan: x * (factor if "wrong" in plan else 1.0))
+    monkeypatch.setattr(runtime, "multiply", lambda _f, x, plan: x * (factor if "wrong" in plan else 1.0))
     monkeypatch.setattr(tuning, "_microseconds", lambda _copies, x, plans: [float(len(x))] * len(plans))
     form, x = SimpleNamespace(**dict.fromkeys(tuning.KERNEL_TENSOR_NAMES)), torch.ones(16, 8)
     right, wrong = [Config("right", 1), Config("also_right", 2, 1)], Config("wrong", 3)

@@ -47,11 +47,13 @@ SHAPES = (
     (73728, 18432),
 )
 TOKENS = (8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
-SEARCH, TIE = 4000, 0.005  # steps; share by which estimates that are as good as equal differ
+SEARCH, TIE = 9000, 0.005  # steps; share by which estimates that are as good as equal differ
 SMALL_ONLY = 70000  # rows of a weight from which on large M would take too long
 GLOBALS = (
     "_HOPPER_STREAM_K_US",
     "_HOPPER_CLUSTER_US",
+    "_HOPPER_EARLY_US",
+    "_HOPPER_TOGETHER",
     "_IDLE_EXPONENT",
     "_HOPPER_LAUNCH_US",
     "_HOPPER_BANDWIDTH_SHARE",
@@ -139,7 +141,7 @@ def fit(files: Sequence[dict[str, Any]]) -> None:
     weights = np.zeros(len(rows))
     for (_, p), at in problems.items():
         near = np.exp(-8 * np.minimum(2.0, times[at] / times[at].min() - 1))
-        weights[at] = near / near.sum() * (3 if p.M <= 16 else 1)
+        weights[at] = near / near.sum() * _importance(p)
     tiles = sorted({(k.row_tile, k.token_tile) for table in kernels.values() for k in table.values()})
     start = {(k.row_tile, k.token_tile): k.k_tile for table in kernels.values() for k in table.values()}
     for tile in tiles:
@@ -179,20 +181,22 @@ def fit(files: Sequence[dict[str, Any]]) -> None:
         lost = 0.0
         for (_, p), at in problems.items():
             share = np.exp((1 - expected[at] / expected[at].min()) / TIE)
-            lost += (share @ times[at] / share.sum() / times[at].min() - 1) * (3 if p.M <= 16 else 1)
+            lost += (share @ times[at] / share.sum() / times[at].min() - 1) * _importance(p)
         return float(lost + off @ off)
 
     first = read()
     low = [-0.5 if n in ("cut", "many") else 0.0 for _ in tiles for n in names for _ in range(2)]
     low += [0.0] * (len(first) - len(low))
     first = [max(x, lo + 1e-4) for x, lo in zip(first, low, strict=True)]
+    high = [1.0 if n in ("cut", "many") else 10.0 for _ in tiles for n in names for _ in range(2)]
+    high += [10.0] * (len(first) - len(high))
     print(f"fitting {len(first)} constants to {len(rows)} rows", file=sys.stderr)
-    best = least_squares(residuals, first, bounds=(low, [10.0] * len(low)), max_nfev=12).x
+    best = least_squares(residuals, first, bounds=(low, high), max_nfev=12).x
     least, random = loss(best), np.random.default_rng(0)
     for _ in tqdm(range(SEARCH), desc="search"):
         moved = best.copy()
         i = random.integers(len(moved))
-        moved[i] = min(10.0, max(low[i], moved[i] * np.exp(0.1 * random.normal()) + 0.01 * random.normal()))
+        moved[i] = min(high[i], max(low[i], moved[i] * np.exp(0.1 * random.normal()) + 0.01 * random.normal()))
         if (now := loss(moved)) < least:
             best, least = moved, now
     write(best)
@@ -206,6 +210,12 @@ def fit(files: Sequence[dict[str, Any]]) -> None:
         print(f"{g} = {', '.join(f'{x:.4f}' for x in values)}")
     for i in range(len(files)):
         report({p: [rows[j] for j in at] for (of, p), at in problems.items() if of == i}, device)
+
+
+def _importance(p: Problem) -> int:
+    if p.M > 32:
+        return 1
+    return 5 if p.M <= 16 and p.N * p.K > 200e6 else 3
 
 
 def report(rows: Mapping[Problem, Sequence[Row]], device: Device) -> None:
