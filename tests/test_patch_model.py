@@ -153,14 +153,16 @@ def test_it_still_generates() -> None:
 
 @pytest.mark.parametrize("training", [True, False])
 def test_nothing_else_of_the_model_changes(training: bool) -> None:
-    """Training mode, hooks, forwards and the configuration; dropout is off while it is calibrated."""
+    """Training mode, hooks, forwards, and the configuration but for how layers are stored; dropout is off meanwhile."""
     model = tiny.llama(attention_dropout=0.5).train(training)
     expected = tiny.llama()
     config = model.config.to_dict()
     quiet(model, calibration=tiny.tokens())
     quiet(expected, calibration=tiny.tokens())
     assert same_state(model, expected)
-    assert model.config.to_dict() == config
+    after = model.config.to_dict()
+    assert after.pop("quantization_config")["quant_method"] == "sparse_marlin"
+    assert after == config
     for module in model.modules():
         assert module.training == training
         assert not module._forward_pre_hooks and not module._forward_hooks and "forward" not in vars(module)

@@ -77,7 +77,8 @@ def patch_model(
     """Compresses every ``nn.Linear`` of a causal LM's decoder blocks, in place.
 
     Blocks are taken in order; each is calibrated on the outputs of the compressed blocks before it. The output head and
-    the embeddings are left as they are. Everything that can be refused is refused before the first layer is touched.
+    the embeddings are left as they are. Everything that can be refused is refused before the first layer is touched. The
+    model's config then says how its layers are stored, for ``save_pretrained``.
 
     Args:
         model: a Hugging Face causal LM, or any module that takes ``input_ids`` and holds its blocks in a ModuleList.
