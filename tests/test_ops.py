@@ -165,3 +165,21 @@ def test_a_gradient_passes_to_the_inputs(rank: int) -> None:
     assert x.grad is not None
     torch.testing.assert_close(x.grad, expected)
     assert all(p.grad is None for p in layer.parameters())
+
+
+@pytest.mark.parametrize("rank", [0, 16])
+@pytest.mark.parametrize("shape", [(128,), (3, 128), (2, 3, 128), (0, 128)])
+def test_outputs_may_be_changed_in_place(shape: tuple[int, ...], rank: int) -> None:
+    """As models do that clamp or add, outside no_grad too."""
+    layer = compress(torch.nn.Linear(128, 24), group_size=32, adapter_rank=rank)
+    x = torch.randn(shape, requires_grad=True)
+    y = layer(x).clamp_(-1, 1).add_(1)
+    assert torch.equal(y, layer(x.detach()).clamp(-1, 1) + 1)
+    y.sum().backward()
+    assert x.grad is not None and x.grad.shape == shape
+
+
+def test_gradients_of_torch_func() -> None:
+    layer = compress(torch.nn.Linear(128, 24), group_size=32)
+    grad = torch.func.grad(lambda x: layer(x).sum())(torch.randn(128))
+    torch.testing.assert_close(grad, layer.dequantize().sum(0))

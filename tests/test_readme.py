@@ -12,6 +12,7 @@ import saved
 
 from sparse_marlin.checkpoints import native
 from sparse_marlin.cli import main
+from sparse_marlin.quantization import QUANT_METHOD
 
 README = Path(__file__).parent.parent / "README.md"
 
@@ -37,7 +38,7 @@ def test_example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest
 
 def test_config_block() -> None:
     quantization = json.loads("{" + block("json") + "}")["quantization_config"]
-    assert quantization["quant_method"] == native.QUANT_METHOD
+    assert quantization["quant_method"] == QUANT_METHOD
     assert set(native.read_modules(quantization)) == {"model.layers.0.self_attn.q_proj", "..."}
 
 

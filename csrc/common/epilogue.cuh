@@ -76,6 +76,7 @@ PTX_INLINE void push_partials(const Piece<T>& p, const float (&acc)[CELLS][4]) {
 // latency: of several cells, and of several blocks where the cells are few.
 template <int N8, int THREADS, int CELLS, class T>
 PTX_INLINE void pull_partials(const Piece<T>& p, float (&acc)[CELLS][4]) {
+  // Of 8 to 10 cells: a tile seldom has more than five blocks before its last, and more cells would not fit registers.
   constexpr int BATCH = CELLS < 8 ? CELLS : 8, BLOCKS = CELLS == 1 ? 8 : CELLS < 8 ? 10 / CELLS : 1;
   static_assert(CELLS % BATCH == 0);
   constexpr size_t SLOT = CELLS * THREADS;

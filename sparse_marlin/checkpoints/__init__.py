@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..quantization import note_in_config
 from . import awq, compressed_tensors, gptq, marlin, native, plain, reading
 from .conversion import TARGETS, Job, convert
 from .files import CONFIG_NAME, CheckpointError, read_json
@@ -57,7 +58,9 @@ def load(path: str | Path, *, dtype: torch.dtype | None = None, device: torch.de
     """
     path = Path(path)
     checkpoint_format, config = _recognise(path)
-    return reading.load(path, config, checkpoint_format, dtype=dtype, device=device)
+    model = reading.load(path, config, checkpoint_format, dtype=dtype, device=device)
+    note_in_config(model)
+    return model
 
 
 def describe(path: str | Path) -> Checkpoint:

@@ -20,6 +20,7 @@ from tqdm import tqdm
 from ..compression.solve import compress_weight, default_method, why_no_weight
 from ..compression.targets import scale_dtype
 from ..packed import PackedWeight
+from ..quantization import FORMAT_VERSION, quantization_config
 from ..scheme import Scheme
 from . import compressed_tensors, native, reading
 from .files import (
@@ -261,7 +262,7 @@ def _fingerprint(job: Job) -> str:
     files = sorted({t.file for t in job.checkpoint.files.tensors.values()})
     stats = [(f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in files]
     scheme = None if job.scheme is None else job.scheme.to_dict()
-    what = [native.FORMAT_VERSION, str(job.checkpoint.path.resolve()), job.checkpoint.config, stats, job.to, scheme]
+    what = [FORMAT_VERSION, str(job.checkpoint.path.resolve()), job.checkpoint.config, stats, job.to, scheme]
     return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()
 
 
@@ -351,7 +352,7 @@ def _finish(job: Job, scratch: Path, schemes: Mapping[str, Scheme]) -> None:
         block, target = compressed_tensors.quantization_config(schemes, linears), compressed_tensors.FORMAT
     else:
         stored = {name: (scheme, None) for name, scheme in schemes.items()}
-        block, target = native.quantization_config(stored), native.FORMAT
+        block, target = quantization_config(stored), native.FORMAT
     config["quantization_config"] = block
     write_json(scratch / CONFIG_NAME, dict(sorted(config.items())))
     for name in _COMPANIONS:

@@ -32,6 +32,7 @@ from torch import Tensor, nn
 
 from ..linear import Adapter, CompressedLinear, compressed_layers
 from ..packed import TENSOR_NAMES, PackedWeight
+from ..quantization import FORMAT_VERSION, QUANT_METHOD, WITHOUT_ADAPTERS, Stored, quantization_config, stored_as
 from ..scheme import SCALE_DTYPES, AdapterScheme, Scheme
 from . import reading
 from .files import (
@@ -44,12 +45,6 @@ from .files import (
     write_tensors,
 )
 from .reading import Expected, Format, Layout, Slot, StoredLayer
-
-QUANT_METHOD = "sparse_marlin"
-FORMAT_VERSION = 2
-_WITHOUT_ADAPTERS = 1  # what earlier versions of the library read too
-
-Stored = tuple[Scheme, AdapterScheme | None]  # how a module is stored
 
 
 def recognise(config: Mapping[str, Any]) -> bool:
@@ -157,41 +152,8 @@ def _config(model: nn.Module, layers: Mapping[str, CompressedLinear], dtype: tor
     config["dtype"] = str(dtype).removeprefix("torch.")
     if not tied:
         config["tie_word_embeddings"] = False
-    config["quantization_config"] = _quantization_of(layers)
+    config["quantization_config"] = quantization_config(stored_as(layers))
     return dict(sorted(config.items()))  # as transformers has it
-
-
-def describe(model: nn.Module) -> None:
-    """Puts into a model's config how its layers are compressed, so that its own ``save_pretrained`` writes that too."""
-    layers, config = compressed_layers(model), getattr(model, "config", None)
-    if layers and config is not None:
-        config.quantization_config = _quantization_of(layers)
-
-
-def _quantization_of(layers: Mapping[str, CompressedLinear]) -> dict[str, Any]:
-    return quantization_config(
-        {name: (m.scheme, None if m.adapter is None else m.adapter.scheme) for name, m in layers.items()}
-    )
-
-
-def quantization_config(modules: Mapping[str, Stored]) -> dict[str, Any]:
-    """The block of a config.json that says how the modules are compressed."""
-    groups: dict[Stored, list[str]] = {}
-    for name, stored in modules.items():
-        groups.setdefault(stored, []).append(name)
-    adapters = any(adapter is not None for _, adapter in groups)
-    return {
-        "quant_method": QUANT_METHOD,
-        "format_version": FORMAT_VERSION if adapters else _WITHOUT_ADAPTERS,
-        "groups": [
-            {
-                "scheme": scheme.to_dict(),
-                **({"adapter": None if adapter is None else adapter.to_dict()} if adapters else {}),
-                "modules": names,
-            }
-            for (scheme, adapter), names in sorted(groups.items(), key=lambda item: -len(item[1]))
-        ],
-    }
 
 
 # ------------------------------------------------------------------------------------------------------------ loading
@@ -255,7 +217,7 @@ def read_modules(quantization: Mapping[str, Any]) -> dict[str, Stored]:
     if not isinstance(groups, list) or not groups:
         raise CheckpointError(f"quantization_config.groups must be a list with at least one group, got {groups!r:.80}")
     found: dict[str, Stored] = {}
-    keys = {"scheme", "modules"} if version == _WITHOUT_ADAPTERS else {"scheme", "adapter", "modules"}
+    keys = {"scheme", "modules"} if version == WITHOUT_ADAPTERS else {"scheme", "adapter", "modules"}
     for group in groups:
         _require_keys("a group of quantization_config", group, keys)
         modules = group["modules"]

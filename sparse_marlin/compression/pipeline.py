@@ -16,9 +16,9 @@ import torch
 from torch import nn
 from tqdm import tqdm
 
-from ..checkpoints import native
 from ..linear import Adapter, CompressedLinear
 from ..packed import PackedWeight
+from ..quantization import note_in_config
 from ..scheme import Scheme, Sparsity
 from . import refit as refitting
 from .adapters import check_adapter
@@ -77,8 +77,8 @@ def patch_model(
     """Compresses every ``nn.Linear`` of a causal LM's decoder blocks, in place.
 
     Blocks are taken in order; each is calibrated on the outputs of the compressed blocks before it. The output head and
-    the embeddings are left as they are. Everything that can be refused is refused before the first layer is touched. The
-    model's config then says how its layers are stored, for ``save_pretrained``.
+    the embeddings are left as they are. Everything that can be refused is refused before the first layer is touched.
+    Afterwards the model's config says how its layers are stored, for ``save_pretrained``.
 
     Args:
         model: a Hugging Face causal LM, or any module that takes ``input_ids`` and holds its blocks in a ModuleList.
@@ -256,7 +256,7 @@ def patch_model(
             calls[index].clear()
     finally:
         model.train(was_training)
-        native.describe(model)
+        note_in_config(model)
     order = {name: i for i, (name, _) in enumerate(model.named_modules(remove_duplicate=False))}
     layers = sorted(finished + skipped, key=lambda layer: order[layer.name])
     return Report(annotated(layers, permuted), settings)

@@ -36,6 +36,7 @@ from torch import Tensor, nn
 
 from ..dispatch import RECORDED, recorded_us
 from ..linear import CompressedLinear
+from ..quantization import note_in_config
 from ..scheme import Scheme
 from . import refit as refitting
 from .calibration import calibration_windows
@@ -98,7 +99,7 @@ def patch_auto(
     check_settings(method, target_bits, max_loss_increase)
     prefix, blocks = decoder_blocks(model)
     if any(isinstance(m, CompressedLinear) for m in blocks.modules()):
-        raise ValueError("sparsity='auto' needs a model of which nothing is compressed yet: gradients pass through it")
+        raise ValueError("sparsity='auto' needs a model of which nothing is compressed yet: it compares with that one")
     scheme = Scheme(bits, group_size, "2:4", dtype=dtype or torch.float16)
     sparse, _ = choose_targets(model, prefix, patterns("skip", skip), patterns("only", only), scheme, dtype)
     sizes = Sizes(model, sparse)
@@ -445,6 +446,7 @@ def search(
     report, layers = best
     for name, layer in layers.items():
         model.set_submodule(name, layer)
+    note_in_config(model)
     if runs[-1][1] > (1 + TOLERANCE) * wanted:
         log.warning("max_loss_increase=%g is not kept: %.4f was reached", wanted, runs[-1][1])
     return report, runs

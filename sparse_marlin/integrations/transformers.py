@@ -18,9 +18,10 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from ..checkpoints import native, reading
 from ..checkpoints.files import CONFIG_NAME, CheckpointError, read_json
 from ..linear import CompressedLinear, compressed_layers
+from ..quantization import QUANT_METHOD
 
 
-@register_quantization_config(native.QUANT_METHOD)
+@register_quantization_config(QUANT_METHOD)
 class SparseMarlinConfig(QuantizationConfigMixin):
     """The ``quantization_config`` of a config.json, as :mod:`sparse_marlin.checkpoints.native` describes it.
 
@@ -30,12 +31,12 @@ class SparseMarlinConfig(QuantizationConfigMixin):
 
     def __init__(self, **values: Any) -> None:
         native.read_modules(values)
-        self.quant_method = native.QUANT_METHOD  # type: ignore[assignment]  # an enum of those in transformers itself
+        self.quant_method = QUANT_METHOD  # type: ignore[assignment]  # an enum of those in transformers itself
         self.format_version: int = values["format_version"]
         self.groups: list[dict[str, Any]] = values["groups"]
 
 
-@register_quantizer(native.QUANT_METHOD)
+@register_quantizer(QUANT_METHOD)
 class SparseMarlinQuantizer(HfQuantizer):
     """Puts :class:`CompressedLinear` in the place of the Linears that a config lists, for transformers to fill."""
 

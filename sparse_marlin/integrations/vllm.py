@@ -38,14 +38,16 @@ from ..checkpoints import native, reading
 from ..checkpoints.files import CONFIG_NAME, CheckpointError, read_json
 from ..linear import CompressedLinear
 from ..packed import PackedWeight
+from ..quantization import QUANT_METHOD
 from ..scheme import SCALE_DTYPES, Scheme
 
 _NO_GROUP = -1  # in g_idx, until one is loaded
+_HEADS = {"q": 0, "k": 1, "v": 2}  # which part vLLM's name of a shard is; it counts those of other layers
 
 
 def register() -> None:
     """Makes the checkpoints of this library known to vLLM. Further calls change nothing."""
-    register_quantization_config(native.QUANT_METHOD)(SparseMarlinConfig)
+    register_quantization_config(QUANT_METHOD)(SparseMarlinConfig)
 
 
 class SparseMarlinConfig(QuantizationConfig):  # type: ignore[misc]  # where vLLM is not installed, its classes are Any
@@ -89,7 +91,7 @@ class SparseMarlinConfig(QuantizationConfig):  # type: ignore[misc]  # where vLL
 
     def get_name(self) -> str:
         """``quant_method`` of the config."""
-        return native.QUANT_METHOD
+        return QUANT_METHOD
 
     def get_supported_act_dtypes(self) -> list[torch.dtype]:
         """What layers compute in; the kernels of a GPU do not take float32."""
@@ -155,7 +157,7 @@ class SparseMarlinLinearMethod(LinearMethodBase):  # type: ignore[misc]
         self.in_features = 0  # on this rank
         self.rows: list[int] = []  # of each part, on this rank
         self.leaves: list[dict[str, int]] = []  # the tensors of each part, and their widths on this rank
-        self.loaded: dict[str, set[Any]] = {}  # which shards of each tensor have come; None for all of them
+        self.loaded: dict[str, set[int]] = {}  # of which parts each tensor has come
         # vLLM finds a compiled model again by its config, without the guards that torch would hold against the weights:
         # what is not in the config must get into a part of it that counts.
         config = get_current_vllm_config_or_none()
@@ -224,7 +226,7 @@ class SparseMarlinLinearMethod(LinearMethodBase):  # type: ignore[misc]
         """vLLM's loader of the layer, which asserts without a text and converts what it should refuse."""
 
         def load(param: nn.Parameter, loaded: Tensor, *shard: Any) -> None:
-            name, shape = f"{self.prefix}.{leaf}", list(loaded.shape)
+            name, shape, parts = f"{self.prefix}.{leaf}", list(loaded.shape), self._parts_of(*shard)
             both_floats = loaded.is_floating_point() and param.is_floating_point()
             if not both_floats and loaded.dtype != param.dtype:
                 raise CheckpointError(f"{name} must be {param.dtype}, got {loaded.dtype}")
@@ -236,15 +238,26 @@ class SparseMarlinLinearMethod(LinearMethodBase):  # type: ignore[misc]
                     )
                 loaded = loaded[None]
             elif len(self.parts) > 1:
-                loaded = nn.functional.pad(loaded, (0, max(0, param.shape[1] - loaded.shape[1])))
+                for part in parts:
+                    width = self.leaves[part].get(leaf)
+                    if width is None or shape[1:] != [width]:
+                        what = "no such tensor" if width is None else f"{width} columns"
+                        raise CheckpointError(f"{list(self.parts)[part]} has {what}, got a {leaf} {shape}")
+                loaded = nn.functional.pad(loaded, (0, param.shape[1] - loaded.shape[1]))
             try:
                 weight_loader(param, loaded, *shard)
             except (AssertionError, RuntimeError) as e:
                 raise CheckpointError(f"{name} is {list(param.shape)} here, and a tensor {shape} does not fit") from e
-            ids = shard[0] if shard else None
-            self.loaded[leaf].update(ids if isinstance(ids, tuple) else [ids])
+            self.loaded[leaf].update(parts)
 
         return load
+
+    def _parts_of(self, shard: Any = None) -> list[int]:
+        """The parts, by their place, that a tensor belongs to which vLLM loads as this shard."""
+        if shard is None or len(self.parts) == 1:
+            return [*range(len(self.parts))]
+        shards = shard if isinstance(shard, tuple) else (shard,)
+        return [one if isinstance(one, int) else _HEADS[one] for one in shards]
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:
         """Checks the tensors, and makes the modules of them that multiply.
@@ -252,10 +265,10 @@ class SparseMarlinLinearMethod(LinearMethodBase):  # type: ignore[misc]
         Raises:
             CheckpointError: if one is missing, or holds values that cannot be.
         """
-        for leaf, shards in self.loaded.items():
-            needed = sum(leaf in part for part in self.leaves)
-            if leaf != "g_idx" and None not in shards and len(shards) < needed:
-                raise CheckpointError(f"{self.prefix}.{leaf} is missing from the checkpoint, or a part of it")
+        for leaf, found in self.loaded.items():
+            needed = {i for i, part in enumerate(self.leaves) if leaf in part}
+            if leaf != "g_idx" and (missing := needed - found):
+                raise CheckpointError(f"{list(self.parts)[min(missing)]}.{leaf} is missing from the checkpoint")
         tensors: dict[str, Tensor] = {leaf: getattr(layer, leaf).data for leaf in self.loaded}
         for leaf in self.loaded:
             delattr(layer, leaf)
@@ -277,7 +290,7 @@ class SparseMarlinLinearMethod(LinearMethodBase):  # type: ignore[misc]
             first, top = first + len(names), bottom
         layer.parts = modules
         if isinstance(self.compiled_for, dict):
-            self.compiled_for.setdefault(native.QUANT_METHOD, {})[self.prefix] = [_traced(part) for part in modules]
+            self.compiled_for.setdefault(QUANT_METHOD, {})[self.prefix] = [_traced(part) for part in modules]
 
     def _stored_as(self, name: str, g_idx: Tensor | None) -> tuple[Scheme | None, bytes]:
         """What parts must have in common to be one weight."""

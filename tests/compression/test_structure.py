@@ -9,6 +9,7 @@ import logging
 import math
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,6 +27,7 @@ from sparse_marlin.compression.report import Sensitivity
 from sparse_marlin.compression.sensitivity import Probe, Variants, solve_both
 from sparse_marlin.compression.structure import Curve, Measured, Sizes, hold_out, measure, search
 from sparse_marlin.compression.targets import choose_targets, decoder_blocks
+from sparse_marlin.quantization import note_in_config, quantization_config, stored_as
 from sparse_marlin.scheme import Scheme
 
 auto = functools.partial(patch_model, sparsity="auto", group_size=32, progress=False)
@@ -235,10 +237,11 @@ def test_a_loss_that_cannot_be_kept_gives_dense_layers(caplog: pytest.LogCapture
 
 
 class Layers(nn.Module):
-    """Twenty layers with names, to search on without compressing anything."""
+    """Twenty layers with names, to search on without compressing more than the first."""
 
     def __init__(self) -> None:
         super().__init__()
+        self.config = SimpleNamespace()
         self.layers = nn.ModuleList(nn.Linear(64, 64, bias=False) for _ in range(20))
         self.found = Measured(
             2.0, [Sensitivity((f"layers.{i}",), 2.0**-i, 0.0) for i in range(20)], [(0, 1.0), (10, 0.3), (20, 0.1)]
@@ -257,12 +260,17 @@ class Layers(nn.Module):
                 if isinstance(m, nn.Linear):
                     now = self.get_submodule(name)
                     assert isinstance(now, nn.Linear) and now.weight.data_ptr() == m.weight.data_ptr(), "not restored"
-            self.set_submodule("layers.0", made.setdefault(len(dense), nn.Identity()))
+            group_size = 32 if len(dense) % 2 else 64
+            self.set_submodule(
+                "layers.0", made.setdefault(len(dense), sparse_marlin.compress(last["layers.0"], None, 4, group_size))
+            )
+            note_in_config(self)
             return Report(settings={"dense": len(dense)}), loss(len(dense))
 
         report, runs = search(self, self.targets, self.curve, wanted, compress)
         assert report.settings["dense"] == runs[-1][0]
         assert self.layers[0] is made[runs[-1][0]]
+        assert self.config.quantization_config == quantization_config(stored_as({"layers.0": self.layers[0]}))
         assert len(runs) <= structure.MAX_RUNS and len({n for n, _ in runs}) == len(runs)
         return runs
 

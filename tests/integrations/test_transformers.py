@@ -22,6 +22,7 @@ from sparse_marlin.checkpoints import CheckpointError
 from sparse_marlin.integrations.transformers import SparseMarlinConfig, SparseMarlinQuantizer
 from sparse_marlin.linear import compressed_layers
 from sparse_marlin.packed import PackedWeight
+from sparse_marlin.quantization import note_in_config
 
 Q_PROJ = "model.layers.0.self_attn.q_proj"  # 2:4 INT4 in saved.compress_blocks
 
@@ -48,7 +49,9 @@ def assert_same(one: nn.Module, other: nn.Module) -> None:
     assert a.keys() == b.keys()
     for name, t in a.items():
         assert t.dtype == b[name].dtype and torch.equal(t, b[name]), name
-    assert torch.equal(saved.logits(one), saved.logits(other))
+    tokens = torch.arange(60).view(2, 30) % one.config.vocab_size
+    with torch.no_grad():
+        assert torch.equal(one(tokens).logits, other(tokens).logits)
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16, torch.float16])
@@ -133,6 +136,23 @@ def test_save_pretrained_of_what_patch_model_has_compressed(tmp_path: Path, opti
     save(model, tmp_path / "ours")
     blocks = [json.loads((tmp_path / p / "config.json").read_text())["quantization_config"] for p in ("ours", "theirs")]
     assert blocks[0] == blocks[1]
+
+
+@pytest.mark.parametrize("name", ["gptq-v1-asym-actorder", "ct-marlin-24"])
+def test_save_pretrained_of_other_formats(tmp_path: Path, name: str) -> None:
+    model = load(Path(__file__).parents[1] / "data" / "checkpoints" / name)
+    model.save_pretrained(tmp_path / "m")
+    assert_same(from_pretrained(tmp_path / "m"), model)
+
+
+def test_config_of_what_is_no_longer_compressed() -> None:
+    model = saved.compress_blocks(saved.llama())
+    note_in_config(model)
+    assert model.config.quantization_config["quant_method"] == "sparse_marlin"
+    for name, layer in compressed_layers(model).items():
+        saved.replace(model, name, nn.Linear(layer.in_features, layer.out_features))
+    note_in_config(model)
+    assert not hasattr(model.config, "quantization_config")
 
 
 def test_generates(pristine: Path) -> None:

@@ -45,9 +45,9 @@ from vllm.model_executor.models.utils import WeightsMapper
 
 from sparse_marlin import CompressedLinear, Scheme, linear, load, runtime, save
 from sparse_marlin.checkpoints import CheckpointError
-from sparse_marlin.checkpoints.native import quantization_config
 from sparse_marlin.integrations.vllm import SparseMarlinConfig, SparseMarlinLinearMethod, register
 from sparse_marlin.packed import PackedWeight
+from sparse_marlin.quantization import quantization_config
 from sparse_marlin.scheme import AdapterScheme
 
 PROMPT = list(range(3, 43))
@@ -398,8 +398,8 @@ def test_rows_of_parts_that_differ(ranks: Callable[[int, int], None], size: int)
         weights = [w.chunk(size)[rank] for w in (q.dequantize(torch.float32), k.dequantize(torch.float32), v)]
         want = x @ torch.cat(weights).T + torch.cat([b.chunk(size)[rank] for b in bias])
         torch.testing.assert_close(layer(x)[0], want, rtol=1e-5, atol=1e-4)
-        held = {t.untyped_storage().nbytes() for t in (sparse.qweight, dense.scales, plain.weight)}
-        assert max(held) <= 64 * 64 * 4 // size  # nothing keeps the common tensors alive
+        for t in (sparse.qweight, sparse.meta, dense.qweight, dense.scales, plain.weight):
+            assert t.untyped_storage().nbytes() == t.nbytes  # nothing keeps the common tensors alive
 
 
 @pytest.mark.parametrize(
@@ -520,6 +520,34 @@ def test_damaged_tensors(
     """What can be seen of tensors from anywhere, such as a hub."""
     with pytest.raises(CheckpointError, match=text):
         finish(filled(ranks, change))
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (lambda t: t["k"].pop("meta"), "k_proj.meta is missing"),
+        (lambda t: t["v"].update(meta=t["q"]["meta"][:64]), r"v_proj has no such tensor, got a meta \[64, 8\]"),
+        (lambda t: t["k"].update(qweight=t["k"]["qweight"][:, :8]), r"k_proj has 16 columns, got a qweight \[64, 8\]"),
+        (lambda t: t["v"].update(scales=t["v"]["scales"][:, :1]), r"v_proj has 2 columns, got a scales \[64, 1\]"),
+        (lambda t: t["q"].update(qweight=t["q"]["qweight"].repeat(1, 2)), "q_proj has 16 columns, got a qweight"),
+    ],
+)
+def test_damaged_tensors_of_parts(
+    ranks: Callable[[int, int], None], change: Callable[[dict[str, dict[str, Tensor]]], Any], text: str
+) -> None:
+    schemes = {"q": Scheme(4, 32, "2:4"), "k": Scheme(4, 32, "2:4"), "v": Scheme(4, 32, None)}
+    tensors = {n: random_packed(128 if n == "q" else 64, 64, scheme).tensors() for n, scheme in schemes.items()}
+    change(tensors)
+    config = config_of({f"{ATTENTION}.{n}_proj": scheme for n, scheme in schemes.items()})
+    layer = vllm_linear.QKVParallelLinear(64, 32, 4, 2, bias=False, quant_config=config, prefix=QKV)
+
+    def load_all() -> None:
+        for name, stored in tensors.items():
+            fill(layer, stored, name)
+        finish(layer)
+
+    with pytest.raises(CheckpointError, match=text):
+        load_all()
 
 
 @pytest.fixture(scope="module")
