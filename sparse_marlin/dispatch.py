@@ -389,8 +389,9 @@ def _hopper_us(p: Problem, device: Device, kernel: Kernel, config: Config) -> fl
     by_split = {STREAM_K: ceil(tiles * k_tiles / blocks), WHOLE: pieces * k_tiles}
     steps = by_split.get(split, ceil(k_tiles / max(split, 1)))
     slower = 1.0 + (split == WHOLE and pieces >= _MANY) * rates.many[sparse]
-    slower += cut * rates.cut[sparse] * (_HOPPER_TOGETHER if blocks > device.multiprocessors else 1.0)
-    busy = ceil(blocks / device.multiprocessors) * steps * scale * rates.step[sparse] * slower
+    together = ceil(blocks / device.multiprocessors)  # blocks on the busiest multiprocessor
+    slower += cut * rates.cut[sparse] * (_HOPPER_TOGETHER if together > 1 else 1.0)
+    busy = together * steps * scale * rates.step[sparse] * slower
     busy += pieces * rates.piece[sparse]
     used = min(1.0, blocks / device.multiprocessors) ** _IDLE_EXPONENT
     memory = streamed_bytes(p) / (device.bandwidth_gbs * _HOPPER_BANDWIDTH_SHARE * used * 1e3)
@@ -402,8 +403,8 @@ def _hopper_us(p: Problem, device: Device, kernel: Kernel, config: Config) -> fl
     elif split > WHOLE:
         base, per_kb = _HOPPER_CLUSTER_US
         exchange = base + per_kb * sums * split
-    has_room = _resident(device, kernel) > ceil(blocks / device.multiprocessors)
-    return float(_HOPPER_LAUNCH_US - has_room * _HOPPER_EARLY_US + (busy**4 + memory**4) ** 0.25 + exchange)
+    early = _HOPPER_EARLY_US if _resident(device, kernel) > together else 0.0
+    return float(_HOPPER_LAUNCH_US - early + (busy**4 + memory**4) ** 0.25 + exchange)
 
 
 def _sm80_us(p: Problem, device: Device, kernel: Kernel, config: Config) -> float:

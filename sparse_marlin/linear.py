@@ -196,7 +196,7 @@ class CompressedLinear(nn.Module):
                 f"x is {x.dtype}, but this layer computes in {self.scales.dtype}: "
                 "cast x, call .to(dtype) on the model, or use torch.autocast"
             )
-        if x.is_cuda and self._prepared_for != x.dtype and self._may_prepare():
+        if device == "cuda" and self._prepared_for != x.dtype and self._may_prepare():
             self.prepare(x.dtype)
         if x.requires_grad and torch.is_grad_enabled():
             return _Product.apply(x, self)  # type: ignore[no-any-return, no-untyped-call]

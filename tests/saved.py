@@ -57,7 +57,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 
 def logits(model: Any) -> torch.Tensor:
-    tokens = torch.arange(60).view(2, 30) % VOCABULARY
+    tokens = torch.arange(60).view(2, 30) % model.config.vocab_size
     with torch.no_grad():
         return model(tokens).logits
 

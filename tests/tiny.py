@@ -42,7 +42,7 @@ def llama(dtype: torch.dtype = torch.float32, layers: int = 2, **changes: Any) -
     return LlamaForCausalLM(LlamaConfig(**{**settings, **changes})).to(dtype).eval()
 
 
-def _with_biases(model: M) -> M:
+def with_biases(model: M) -> M:
     """Biases are zero at first, and would hide mistakes."""
     for name, p in model.named_parameters():
         if name.endswith("bias"):
@@ -63,7 +63,7 @@ def opt() -> OPTForCausalLM:
         word_embed_proj_dim=64,
         init_std=0.2,
     )
-    return _with_biases(OPTForCausalLM(config))
+    return with_biases(OPTForCausalLM(config))
 
 
 def neox() -> GPTNeoXForCausalLM:
@@ -77,7 +77,7 @@ def neox() -> GPTNeoXForCausalLM:
         vocab_size=VOCABULARY,
         initializer_range=0.2,
     )
-    return _with_biases(GPTNeoXForCausalLM(config))
+    return with_biases(GPTNeoXForCausalLM(config))
 
 
 def phi3() -> Phi3ForCausalLM:

@@ -185,11 +185,10 @@ def fit(files: Sequence[dict[str, Any]]) -> None:
         return float(lost + off @ off)
 
     first = read()
-    low = [-0.5 if n in ("cut", "many") else 0.0 for _ in tiles for n in names for _ in range(2)]
-    low += [0.0] * (len(first) - len(low))
+    bounds = [(-0.5, 1.0) if n in ("cut", "many") else (0.0, 10.0) for _ in tiles for n in names for _ in range(2)]
+    bounds += [(0.0, 10.0)] * (len(first) - len(bounds))
+    low, high = zip(*bounds, strict=True)
     first = [max(x, lo + 1e-4) for x, lo in zip(first, low, strict=True)]
-    high = [1.0 if n in ("cut", "many") else 10.0 for _ in tiles for n in names for _ in range(2)]
-    high += [10.0] * (len(first) - len(high))
     print(f"fitting {len(first)} constants to {len(rows)} rows", file=sys.stderr)
     best = least_squares(residuals, first, bounds=(low, high), max_nfev=12).x
     least, random = loss(best), np.random.default_rng(0)

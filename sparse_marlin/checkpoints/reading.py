@@ -293,7 +293,7 @@ def open_checkpoint(path: Path, config: Mapping[str, Any], checkpoint_format: Fo
         raise CheckpointError(f"{file}: dtype must be one of {', '.join(COMPUTE_DTYPES)}, got {stated!r}")
     files = TensorFiles(path)
     dtype = COMPUTE_DTYPES[stated] if stated is not None else _most_common_float(files)
-    model = _skeleton(file, config if layout.ours else without_storage(config), dtype, files)
+    model = _skeleton(file, without_storage(config), dtype, files)
     if (generation := path / GENERATION_CONFIG_NAME).exists():
         values = read_json(generation)
         try:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import saved
+import tiny
 import torch
 from safetensors.torch import load_file, save_file
 from test_prepare import PLAN, fake_form, fake_gemm
@@ -72,11 +73,7 @@ def qwen2() -> Any:
         tie_word_embeddings=True,
         initializer_range=0.2,
     )
-    model = Qwen2ForCausalLM(config).eval()
-    for name, p in model.named_parameters():
-        if name.endswith("bias"):
-            nn.init.normal_(p)
-    return model
+    return tiny.with_biases(Qwen2ForCausalLM(config))
 
 
 def random_packed(n: int, k: int, scheme: Scheme, act_order: bool = False) -> PackedWeight:
